@@ -80,26 +80,27 @@ class CpuAttention:
             places = dict.fromkeys(windows, stretch)
             self._rows.append(_CpuRow(start=starts[row], num_new=num_new, kv_len=kv_len, places=places, seen=seen))
         if inputs.tree_mask is not None:
-            self._see_trees(inputs.tree_mask, inputs.positions)
+            self._see_trees(inputs.tree_mask, inputs.positions, inputs.num_nodes_before)
         if inputs.window_table is not None:
             self._place_windows(inputs.window_table.numpy(), kv_lens)
 
-    def _see_trees(self, tree_mask: Tensor, positions: Tensor) -> None:
+    def _see_trees(self, tree_mask: Tensor, positions: Tensor, num_before: int) -> None:
         """Replaces the masks of rows that verify trees: a node sees its ancestors, and what is in its window."""
         has_nodes = tree_mask.numpy() != 0
         for row in self._rows:
-            if row.num_new == 1 or not has_nodes[row.start]:
+            if row.num_new + num_before == 1 or not has_nodes[row.start]:
                 continue
             nodes = tree_mask[row.start : row.start + row.num_new, None]
             position = positions[row.start : row.start + row.num_new, None]
             for window, seen in row.seen.items():
-                keys = torch.arange(seen.first, row.kv_len)
-                new = keys - (row.kv_len - row.num_new)
+                first = max(0, seen.first - num_before)
+                keys = torch.arange(first, row.kv_len)
+                new = keys - (row.kv_len - row.num_new - num_before)
                 hidden = (new >= 0) & (nodes >> new.clamp(min=0) & 1 == 0)
                 if window is not None:
                     hidden |= keys <= position - window
                 mask = torch.zeros(hidden.shape, dtype=self._shape.dtype).masked_fill_(hidden, -torch.inf)
-                row.seen[window] = _Seen(seen.first, mask)
+                row.seen[window] = _Seen(first, mask)
 
     def _place_windows(self, table: Int32Array, kv_lens: Int64Array) -> None:
         """Takes the keys of layers with a window from pages of their own, whose entries below the window may be anything."""

@@ -33,7 +33,7 @@ class ReferenceAttention:
         self._places = (inputs.token_rows, tokens - starts[inputs.token_rows])
         self._keys = torch.arange(inputs.max_kv_len, device=device)
         page_size = self._shape.page_size
-        first = (inputs.kv_lens - starts.diff())[:, None]  # of a row's new tokens
+        first = (inputs.kv_lens - starts.diff())[:, None] - inputs.num_nodes_before  # token that masks count
         unread = self._keys >= inputs.kv_lens[:, None]
         self._slots = {}
         for window in self._shape.distinct_windows:

@@ -186,7 +186,8 @@ class SweepOptions(msgspec.Struct, frozen=True, kw_only=True):
     steps: Annotated[
         tuple[str, ...],
         about(
-            "Drafts of a step; auto chooses for each step the number that pays; a shape as of --spec-tree, such as 3x6:16, is a tree."
+            "Drafts of a step; auto chooses for each step the number that pays, and trees also among trees; a shape as of --spec-tree, such as "
+            "3x6:16, is a tree."
         ),
     ] = (
         "0",

@@ -12,7 +12,7 @@ import numpy as np
 from hiserve.bench.load import Begin
 from hiserve.bench.options import RehearsalOptions, SweepOptions
 from hiserve.bench.spec_engine import BatchResult, SpecEngine, Tokens, prepare, run_batch
-from hiserve.bench.spec_run import Open, check_sweep, engine_settings, name_of, sampling
+from hiserve.bench.spec_run import TREES, Open, check_sweep, engine_settings, name_of, sampling
 from hiserve.config.options import Options
 from hiserve.core.machine import probe
 from hiserve.core.usage import COLD, DraftUse
@@ -136,7 +136,7 @@ def fitted(config: Options, sweep: SweepOptions, rehearsal: RehearsalOptions) ->
     check_sweep(config, sweep)
     if len(sweep.proposers) > 1:
         raise ConfigError("--sweep measures one proposer. Name one, and run it again for another.", param="proposers")
-    if trees := [each for each in sweep.steps if "x" in each]:
+    if trees := [each for each in sweep.steps if "x" in each or each == TREES]:
         raise ConfigError(f"--steps has {trees[0]!r}, but drafts are rehearsed as chains. Leave it out.", param="steps")
     if not any(each != "0" for each in sweep.steps):
         raise ConfigError(

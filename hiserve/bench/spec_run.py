@@ -24,6 +24,7 @@ from hiserve.errors import ConfigError, EngineError
 
 # Makes an engine of settings, in this process.
 Open = Callable[[Mapping[str, Any]], AbstractContextManager[Any]]
+TREES = "trees"  # steps: a choice for each step among chains and trees
 SLACK = 2 * MAX_SPEC_STEPS + 4  # tokens of a request beyond its reply: drafts after its end, a step that measures
 
 
@@ -97,7 +98,7 @@ def check_accepted(cases: Sequence[Case]) -> None:
     Raises EngineError.
     """
     drafts = drafts_of(cases)
-    if drafts.accepted or (not drafts.proposed and cases[0].steps in ("0", "auto")):
+    if drafts.accepted or (not drafts.proposed and cases[0].steps in ("0", "auto", TREES)):
         return
     raise EngineError(
         f"{cases[0].proposer} with {cases[0].steps} drafts had {drafts.proposed} verified, and none was accepted: equality "
@@ -191,9 +192,9 @@ def check_sweep(config: Options, sweep: SweepOptions) -> None:
     for steps in sweep.steps:
         if "x" in steps:
             TreeShape.read(steps)
-        elif steps != "auto" and not (steps.isdecimal() and int(steps) <= MAX_SPEC_STEPS):
+        elif steps not in ("auto", TREES) and not (steps.isdecimal() and int(steps) <= MAX_SPEC_STEPS):
             raise ConfigError(
-                f"--steps has {steps!r}. Use auto, numbers from 0 to {MAX_SPEC_STEPS}, or trees as of --spec-tree, such as 3x6:16.",
+                f"--steps has {steps!r}. Use auto, trees, numbers from 0 to {MAX_SPEC_STEPS}, or a shape as of --spec-tree, such as 3x6:16.",
                 param="steps",
             )
     if config.spec.spec_tree != "off":
@@ -207,9 +208,9 @@ def check_sweep(config: Options, sweep: SweepOptions) -> None:
 
 
 def settings_of_drafts(steps: str) -> dict[str, Any]:
-    """Returns the settings of a number of drafts, of ``auto`` or of a tree."""
-    if "x" in steps:
-        return {"spec_tree": steps, "spec_steps": "auto"}
+    """Returns the settings of a number of drafts, of ``auto``, of a tree, or of a choice among chains and trees."""
+    if "x" in steps or steps == TREES:
+        return {"spec_tree": "auto" if steps == TREES else steps, "spec_steps": "auto"}
     return {"spec_steps": "auto" if steps == "auto" else int(steps)}
 
 

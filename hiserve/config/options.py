@@ -282,7 +282,8 @@ class Spec(msgspec.Struct, frozen=True, kw_only=True):
         about(
             "Drafts of a head or draft model as a tree of candidates: off, chains; WIDTHxDEPTH:NODES, such as 3x6:16, the likeliest "
             "candidates after each of the likeliest, DEPTH deep, of which NODES, the last sampled token included, are verified "
-            "after each step; --spec-steps is left out then.",
+            "after each step; auto, for each step the fastest of such trees and chains, chains alone where there are no trees. "
+            "--spec-steps is left out then.",
             is_debug=True,
         ),
     ] = "off"

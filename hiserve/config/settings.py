@@ -104,18 +104,21 @@ class TreeShape(NamedTuple):
         """Candidates of all levels, of which the likeliest are verified."""
         return self.width + (self.depth - 1) * self.width**2
 
+    @property
+    def num_draft(self) -> int:
+        """Nodes after the root."""
+        return self.num_nodes - 1
+
     @classmethod
-    def read(cls, text: str) -> TreeShape | None:
-        """Reads ``--spec-tree``; None without trees.
+    def read(cls, text: str) -> TreeShape:
+        """Reads a shape as ``--spec-tree`` gives it.
 
         Raises:
             ConfigError: It is no shape, or one that cannot be made.
         """
-        if text == "off":
-            return None
         if (found := _TREE.fullmatch(text)) is None:
             raise ConfigError(
-                f"--spec-tree is {text!r}. Use off, or WIDTHxDEPTH:NODES, such as 3x6:16.", param="spec_tree"
+                f"--spec-tree is {text!r}. Use off, auto, or WIDTHxDEPTH:NODES, such as 3x6:16.", param="spec_tree"
             )
         shape = cls(*map(int, found.groups()))
         limits = {
@@ -138,22 +141,36 @@ class TreeShape(NamedTuple):
         return self.width * (self.depth - 1)
 
 
+AUTO_TREES = TreeShape(2, 4, 8), TreeShape(3, 6, 16)  # of ``auto``, beside ``AUTO_TIERS``; each has its own graphs
+
+
 class SpecSettings(Spec, frozen=True, kw_only=True):
     """The proposer. ``spec_steps`` may still be ``auto``: the number of drafts is then chosen for each step."""
 
     @property
     def tiers(self) -> tuple[int, ...]:
-        """Numbers of tokens that may be proposed at once, ascending."""
-        if self.spec == "off":
-            return (0,)
-        if (tree := self.tree) is not None:
-            return (tree.num_nodes - 1,)
+        """Numbers of tokens that may be proposed at once, ascending; those of trees are last, and no chain has as many."""
+        trees = tuple(tree.num_draft for tree in self.trees)
+        return (*self.chains, *trees) or (0,)
+
+    @property
+    def chains(self) -> tuple[int, ...]:
+        """Those of ``tiers`` for which drafts are chains."""
+        if self.spec == "off" or self.spec_tree not in ("off", "auto"):
+            return ()
         return AUTO_TIERS if self.spec_steps == "auto" else (self.spec_steps,)
 
     @property
-    def tree(self) -> TreeShape | None:
-        """The shape of drafts; None where they are chains."""
-        return None if self.spec == "off" else TreeShape.read(self.spec_tree)
+    def trees(self) -> tuple[TreeShape, ...]:
+        """The shapes of drafts that are trees, by their nodes; empty where all are chains."""
+        if self.spec == "off" or self.spec_tree == "off":
+            return ()
+        return AUTO_TREES if self.spec_tree == "auto" else (TreeShape.read(self.spec_tree),)
+
+    @property
+    def max_depth(self) -> int:
+        """The longest path of drafts, where they may be trees; 0 where all are chains."""
+        return max((*self.chains, *(tree.depth for tree in self.trees))) if self.trees else 0
 
     @property
     def widths(self) -> tuple[int, ...]:

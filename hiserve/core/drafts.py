@@ -10,6 +10,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from hiserve.config.settings import TreeShape
 from hiserve.core.plan import Int32Array
 from hiserve.core.upload import upload
 
@@ -158,7 +159,7 @@ class Proposer(Protocol):
     """Guesses the next tokens of rows at a lower cost than the model.
 
     After each step that is not cold, either ``update_only`` runs, or ``prepare``, then ``draft``, then ``extend`` and
-    ``draft`` for each later round. No operation waits for the device. Drafts do not change the output, only the number of
+    ``draft`` for each later draft of a chain. No operation waits for the device. Drafts do not change the output, only the number of
     accepted tokens.
     """
 
@@ -166,8 +167,8 @@ class Proposer(Protocol):
     # the input of the output head
     aux_layers: tuple[int, ...]
 
-    def num_rounds(self, num_draft: int) -> int:
-        """Returns the calls of ``draft`` that write so many drafts of each row."""
+    def tree_of(self, num_draft: int) -> TreeShape | None:
+        """Returns the shape of so many drafts, which one call of ``draft`` writes; None for a chain, of which each call writes one."""
 
     def is_capturable(self, num_rows: int, width: int) -> bool:
         """Returns whether its operations after static steps of this shape can be captured; then allocates shared tensors."""
@@ -175,8 +176,8 @@ class Proposer(Protocol):
     def prepare(self, step: DraftStep) -> DraftChain | None:
         """Computes the logits of the first draft of each sampling row; None if no row samples or all drafts are written."""
 
-    def draft(self, chain: DraftChain, *, is_greedy: bool) -> None:
-        """Samples the next draft of each row, or all of them, and writes them after the row's known tokens."""
+    def draft(self, chain: DraftChain, tree: TreeShape | None, *, is_greedy: bool) -> None:
+        """Samples the next draft of each row, or all drafts of a tree, and writes them after the row's known tokens."""
 
     def extend(self, chain: DraftChain) -> None:
         """Computes the latest draft, for the logits of the next one."""
@@ -193,7 +194,8 @@ def propose(proposer: Proposer, step: DraftStep) -> None:
     chain = proposer.prepare(step)
     if chain is None:
         return
-    for index in range(proposer.num_rounds(step.num_draft)):
+    tree = proposer.tree_of(step.num_draft)
+    for index in range(step.num_draft if tree is None else 1):
         if index:
             proposer.extend(chain)
-        proposer.draft(chain, is_greedy=step.is_greedy)
+        proposer.draft(chain, tree, is_greedy=step.is_greedy)

@@ -143,6 +143,8 @@ class ForwardInputs:
         num_decode: Rows up to the last that decodes: the ``kv_bounds`` of the later ones are exact.
         tree_mask: int64 ``[T]``. Bit j of a token: it attends to the j-th of its row's new tokens, besides all before these.
             0, as of all tokens of a row of more than 63, is causal. None: all tokens are.
+        num_nodes_before: Tokens of each row, the last ones before its new ones, that the bits of ``tree_mask`` count from; only where
+            all tokens have a mask.
         before_layer: Called with the index of each layer, or once with None for all, before it reads keys and values that may
             still be loading; None when all are loaded.
         wants_hidden_states: Whether a draft head reads the hidden states of this step, if the model has ``aux_layers``.
@@ -162,6 +164,7 @@ class ForwardInputs:
     max_kv_len: int
     num_decode: int = 0
     tree_mask: Tensor | None = None
+    num_nodes_before: int = 0
     before_layer: Callable[[int | None], None] | None = None
     wants_hidden_states: bool = True
     window_slots: Tensor | None = None

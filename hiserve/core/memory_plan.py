@@ -9,6 +9,7 @@ from hiserve.config.options import DTYPE_BYTES, MIN_AUTO_LEN, Options
 from hiserve.config.serving import MAX_INT32
 from hiserve.config.settings import ModelSettings, RunnerSettings, SchedulerSettings, SpecSettings
 from hiserve.core.devices import least_memory
+from hiserve.core.draft_trees import choose_trees
 from hiserve.core.kv_groups import debug_groups, page_hidden_group
 from hiserve.core.machine import GIB, Machine
 from hiserve.core.memory_sizes import MemoryPlan
@@ -76,7 +77,7 @@ def plan_memory(chosen: Chosen, model: ModelFacts, machine: Machine) -> MemoryPl
             param="store",
         )
     host = {"host cache": int(host_gib * GIB)} if host_gib else {}
-    spec, why_spec = choose_spec(chosen.given, model, length)
+    spec, of_spec = choose_spec(chosen.given, model, length)
     return MemoryPlan(
         kv_pages=pages,
         window_pages=window_pages,
@@ -92,22 +93,29 @@ def plan_memory(chosen: Chosen, model: ModelFacts, machine: Machine) -> MemoryPl
         parts=parts | host if chosen.on_cpu else parts,
         host_parts={} if chosen.on_cpu else host,
         reasons={
-            name: reason for name, reason in (reasons | {"host_cache_gib": why, "spec": why_spec}).items() if reason
+            name: reason for name, reason in (reasons | of_spec | {"host_cache_gib": why}).items() if reason
         },
     )
 
 
-def choose_spec(given: Options, model: ModelFacts, length: int) -> tuple[SpecSettings, str]:
-    """Returns the proposer, and the reason, empty if it was given; ``length`` is the longest request."""
+def choose_spec(given: Options, model: ModelFacts, length: int) -> tuple[SpecSettings, dict[str, str]]:
+    """Returns the proposer, and the reasons of what was chosen; ``length`` is the longest request.
+
+    Raises:
+        ConfigError: Drafts cannot be the trees that are asked for.
+    """
     who, why = given.spec.spec, ""
     if who == "auto":
+        may_measure = given.spec.spec_steps == "auto" and given.spec.spec_tree in ("off", "auto")
         if model.draft is None:
             who, why = "off", "no head came with the model"
-        elif given.spec.spec_steps == "auto" and given.spec.spec_tree == "off" and length < MIN_AUTO_LEN:
+        elif may_measure and length < MIN_AUTO_LEN:
             who, why = "off", f"requests of {length} tokens are too short to measure what drafts cost"
         else:
             who, why = model.draft.kind, "this head came with the model"
-    return SpecSettings(**msgspec.structs.asdict(given.spec) | {"spec": who}), why
+    tree, why_tree = choose_trees(given, model, length, who, why)
+    chosen = SpecSettings(**msgspec.structs.asdict(given.spec) | {"spec": who, "spec_tree": tree})
+    return chosen, {"spec": why, "spec_tree": why_tree}
 
 
 class _Worker:

@@ -245,15 +245,15 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
                 param="spec.num_steps",
             )
 
-    def most_drafts(self, spec_steps: int, *, has_trees: bool = False) -> int:
+    def most_drafts(self, spec_steps: int, max_depth: int = 0) -> int:
         """Returns the most drafts to verify at once; ``spec_steps`` if the request leaves it to the engine.
 
-        Masks of a grammar follow chains: where drafts are trees, a request with a grammar verifies none.
+        Masks of a grammar follow chains: where drafts may be trees, a request with a grammar has a chain of ``max_depth`` at most.
         """
-        if has_trees and self.grammar is not None:
-            return 0
+        if max_depth and self.grammar is not None:
+            spec_steps = min(spec_steps, max_depth)
         if self.spec is None:
             return spec_steps
         if self.spec.enabled is False:
             return 0
-        return spec_steps if self.spec.num_steps is None else self.spec.num_steps
+        return spec_steps if self.spec.num_steps is None else min(spec_steps, self.spec.num_steps)

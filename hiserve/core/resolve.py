@@ -20,7 +20,6 @@ from hiserve.config.settings import (
     SchedulerSettings,
     ServerSettings,
     Settings,
-    TreeShape,
 )
 from hiserve.core.devices import choose_devices
 from hiserve.core.endpoints import check_kv_events
@@ -61,7 +60,6 @@ def resolve(options: Options, model: ModelFacts, machine: Machine) -> Resolved:
     chosen = _choose(options, model, machine)
     memory = plan_memory(chosen, model, machine)
     settings = _settings(chosen, memory)
-    _check_trees(settings, model, memory.reasons.get("spec", ""))
     no_windows = (
         {}
         if memory.window_pages or memory.snapshot_slots
@@ -70,52 +68,6 @@ def resolve(options: Options, model: ModelFacts, machine: Machine) -> Resolved:
     packed_reason = _packed_reason(model, is_exact=options.runner.exact)
     decisions = _decisions(options, settings, memory.reasons | no_windows | packed_reason)
     return Resolved(settings=settings, decisions=decisions, memory=memory)
-
-
-def _check_trees(settings: Settings, model: ModelFacts, why_no_head: str) -> None:
-    """Checks that drafts can be trees, if ``--spec-tree`` asks for them.
-
-    Raises:
-        ConfigError: They cannot.
-    """
-    spec = settings.spec
-    if TreeShape.read(spec.spec_tree) is None:
-        return
-    given = f"--spec-tree is {spec.spec_tree}, but"
-    if spec.spec in ("off", "ngram"):
-        reason = f" ({why_no_head})" if why_no_head else ""
-        raise ConfigError(
-            f"{given} --spec is {spec.spec}{reason}, and trees are grown by a head or a draft model. Name one, or leave "
-            "--spec-tree out.",
-            param="spec_tree",
-        )
-    if spec.spec_steps != "auto":
-        raise ConfigError(
-            f"{given} --spec-steps is {spec.spec_steps}, which is a number of drafts too. Leave one of them out.",
-            param="spec_tree",
-        )
-    if settings.parallel.tp > 1:
-        raise ConfigError(
-            f"{given} --tp is {settings.parallel.tp}, and ranks of a group draft in chains. Leave one of them out.",
-            param="spec_tree",
-        )
-    models = [model.step] + ([] if model.draft is None else [model.draft.step.step])
-    obstacles = {
-        "latents or rows of several kinds are stored": any(each.latent_elements for each in models),
-        "rows carry states along": model.carried is not None,
-    }
-    if facts := [fact for fact, is_so in obstacles.items() if is_so]:
-        raise ConfigError(
-            f"{given} {facts[0]}, and only keys and values of heads can be moved to the places of accepted drafts. Leave it out: "
-            "drafts are chains then.",
-            param="spec_tree",
-        )
-    if settings.cache.frees_windows:
-        raise ConfigError(
-            f"{given} layers with a window have pages of their own, in which accepted drafts cannot be moved. Use --window-pages "
-            "0, or leave --spec-tree out.",
-            param="spec_tree",
-        )
 
 
 def _choose(options: Options, model: ModelFacts, machine: Machine) -> Chosen:
@@ -310,12 +262,6 @@ def _check_exact(options: Options, model: ModelFacts, dtype: DType, *, on_cpu: b
         raise ConfigError(
             f"--tp is {options.parallel.tp}, whose ranks add their shares, but --exact is given. Leave one of them out.",
             param="tp",
-        )
-    if TreeShape.read(options.spec.spec_tree) is not None:
-        raise ConfigError(
-            f"--spec-tree is {options.spec.spec_tree}, whose drafts lie in other slots than the tokens that they become, but "
-            "--exact is given. Leave one of them out.",
-            param="spec_tree",
         )
     if backend not in ("auto", exact):
         raise ConfigError(

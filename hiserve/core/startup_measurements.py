@@ -20,9 +20,11 @@ class StepCosts(msgspec.Struct, frozen=True, dict=True):
         tiers: ``[C]``, ascending from 0. Numbers of drafts that may be chosen; others cost as the next larger one.
         verify: ``[R][C]``. A step that verifies that many drafts of each row, with few stored tokens.
         follow: ``[R][C]``. The draft forward after that step, which gives the first draft.
-        draft: ``[R]``. Each draft after the first.
+        draft: ``[R]``. Each draft of a chain after the first.
         verify_token: Added to a step by each stored token of any row.
         draft_token: Added to each draft forward by each stored token.
+        tree_depths: ``[N]``. Levels of the trees that the last N tiers are; the others are chains.
+        grow: ``[R][N]``. The growth of a tree after the first forward.
         times_own_drafts: The time of a step includes the drafts made after it, not those made before it.
     """
 
@@ -33,12 +35,19 @@ class StepCosts(msgspec.Struct, frozen=True, dict=True):
     draft: list[float]
     verify_token: float = 0.0
     draft_token: float = 0.0
+    tree_depths: list[int] = []
+    grow: list[list[float]] = []
     times_own_drafts: bool = False
 
     @property
-    def max_draft(self) -> int:
-        """K, of the largest tier."""
-        return self.tiers[-1]
+    def num_chains(self) -> int:
+        """Tiers that are chains, the first ones."""
+        return len(self.tiers) - len(self.tree_depths)
+
+    @property
+    def max_chain(self) -> int:
+        """K, drafts of the longest chain."""
+        return self.tiers[self.num_chains - 1]
 
     def bucket(self, num_rows: int) -> int:
         """Returns the index in R of the measured batch for so many rows, at most the last."""
@@ -54,7 +63,7 @@ class StepCosts(msgspec.Struct, frozen=True, dict=True):
 
     def extend_s(self, bucket: int, num_stored: float) -> FloatArray:
         """Returns the seconds of all drafts but the first, float64 ``[C]``; ``num_stored`` is of all rows."""
-        extend_s: FloatArray = self._num_extends * (self.draft[bucket] + self.draft_token * num_stored)
+        extend_s: FloatArray = self._extend[bucket] + self._num_extends * (self.draft_token * num_stored)
         return extend_s
 
     def seconds(self, bucket: int, num_stored: float) -> FloatArray:
@@ -73,7 +82,17 @@ class StepCosts(msgspec.Struct, frozen=True, dict=True):
 
     @cached_property
     def _num_extends(self) -> FloatArray:
-        return np.array([max(tier - 1, 0) for tier in self.tiers], np.float64)
+        """Forwards after the first, float64 ``[C]``."""
+        depths = [*self.tiers[: self.num_chains], *self.tree_depths]
+        return np.array([max(depth - 1, 0) for depth in depths], np.float64)
+
+    @cached_property
+    def _extend(self) -> FloatArray:
+        """As ``extend_s``, with few stored tokens: float64 ``[R, C]``."""
+        seconds = np.multiply.outer(np.array(self.draft, np.float64), self._num_extends)
+        if self.tree_depths:
+            seconds[:, self.num_chains :] = self.grow
+        return seconds
 
 
 class StartupMeasurements(msgspec.Struct, frozen=True):

@@ -6,6 +6,7 @@ from collections.abc import Sequence
 
 import msgspec
 
+from hiserve.config.options import AUTO_TIERS
 from hiserve.config.settings import DType, Graphs
 from hiserve.core.kv_groups import CarriedBytes
 from hiserve.core.packed_experts import PackedSize
@@ -39,8 +40,8 @@ NUM_BUCKETS, GRAPH_BYTES = 21, 512 << 10
 # attention.
 MAX_MIXED_TOKENS, MIXED_BUCKETS, NUM_MIXED, MIXED_PARTS = 512, 5, 8, 16
 # Graphs per size: of a step, the forward and two ways of sampling; of drafts, per width ``prepare`` and ``update_only``, and
-# for all widths two ways of ``draft``, and ``extend``.
-ROW_GRAPHS, FOLLOW_GRAPHS, CHAIN_GRAPHS = 3, 2, 3
+# for all widths two ways of ``draft``, and ``extend``; two ways of each tree beside chains.
+ROW_GRAPHS, FOLLOW_GRAPHS, CHAIN_GRAPHS, TREE_GRAPHS = 3, 2, 3, 2
 # Per token of a draft forward, copies of the features: fused, of the token before, beside the embedding. Per draft, copies
 # of the logits: of the head's vocabulary, of the model's, and the kept ones.
 FEATURE_COPIES, DRAFT_LOGITS = 4, 3
@@ -262,5 +263,6 @@ def _draft_graph_bytes(
     kept = ROW_BUCKETS * max_rows * (draft.step.vocab_size + draft.feature_size)
     forward = max_rows * (1 + max(widths)) * _draft_bytes(draft, dtype_bytes)
     forward += DRAFT_LOGITS * max_rows * draft.step.vocab_size * dtype_bytes
-    num_graphs = NUM_BUCKETS * (FOLLOW_GRAPHS * len(widths) + CHAIN_GRAPHS)
+    num_trees = max(0, len(widths) - len(AUTO_TIERS))  # beside chains, of which there are no more
+    num_graphs = NUM_BUCKETS * (FOLLOW_GRAPHS * len(widths) + CHAIN_GRAPHS + TREE_GRAPHS * num_trees)
     return (num_shown * draft.shown_elements + kept) * dtype_bytes + forward + num_graphs * GRAPH_BYTES

@@ -247,7 +247,7 @@ def _planner(
             lambda: Vocabulary.load(folder, model.vocab_size, ends), num_threads=settings.runner.grammar_threads
         ),
         windows=_window_limits(settings, model),
-        has_trees=settings.spec.tree is not None,
+        max_depth=settings.spec.max_depth,
     )
 
 

@@ -11,8 +11,7 @@ import torch
 from numpy.typing import NDArray
 
 from hiserve.cache.storage.device import DevicePool
-from hiserve.config.options import MAX_SPEC_STEPS
-from hiserve.config.settings import Settings
+from hiserve.config.settings import MAX_TREE_NODES, Settings, TreeShape
 from hiserve.core.plan import BatchPlan, RowAdmit, TableWrites
 from hiserve.core.request import SamplingParams
 from hiserve.core.startup_measurements import FloatArray, StepCosts
@@ -51,11 +50,11 @@ class DraftTimer:
         self._runners = runners
         self._rows = rows
         self._pool = pool
-        size = rows.state.tokens.shape[0], LONG_CONTEXT + MAX_SPEC_STEPS + 1
+        size = rows.state.tokens.shape[0], LONG_CONTEXT + MAX_TREE_NODES
         self._tokens = np.random.default_rng(SEED).integers(vocab_size, size=size, dtype=np.int32)
 
-    def measure(self, tiers: Sequence[int], max_rows: int) -> StepCosts:
-        """Returns the costs of steps that verify and propose each of these numbers of drafts, ascending from 0.
+    def measure(self, tiers: Sequence[int], max_rows: int, trees: Sequence[TreeShape] = ()) -> StepCosts:
+        """Returns the costs of steps that verify and propose each of these numbers of drafts, ascending from 0; the last are ``trees``.
 
         Raises:
             ConfigError: Rows or the pool are too short to measure.
@@ -71,27 +70,31 @@ class DraftTimer:
         if self._rows.states is not None:
             self._rows.states.rehearses = True
         try:
-            return self._measure(tiers, max_rows)
+            return self._measure(tiers, trees, max_rows)
         finally:
             if self._rows.states is not None:
                 self._rows.states.rehearses = False
 
-    def _measure(self, tiers: Sequence[int], max_rows: int) -> StepCosts:
-        most = tiers[-1]
+    def _measure(self, tiers: Sequence[int], trees: Sequence[TreeShape], max_rows: int) -> StepCosts:
+        most, chain = tiers[-1], tiers[-1 - len(trees)]
         sizes = np.unique(np.minimum((1, 4, 16, 64, 256), max_rows))
         verify, follow, draft = (
             np.empty((sizes.size, len(tiers))),
             np.empty((sizes.size, len(tiers))),
             np.empty(sizes.size),
         )
+        grow = np.empty((sizes.size, len(trees)))
         timed = (0, most) if self._is_on_cpu else tiers  # a CPU's time grows evenly with the tokens
         for i, num_rows in enumerate(sizes.tolist()):
             took = [self._time(num_rows, num_draft, 1) for num_draft in timed]
             verify[i] = np.interp(tiers, timed, [each.verify for each in took])
             follow[i] = np.interp(tiers, timed, [each.drafts for each in took])
             follow[i, 0] = self._time(num_rows, 0, 0).drafts  # where no draft is wanted the head does less
-            more = self._time(num_rows, most, most)
-            draft[i] = max(0.0, more.drafts - follow[i, -1]) / max(1, most - 1)
+            more = self._time(num_rows, chain, chain)
+            draft[i] = max(0.0, more.drafts - follow[i, len(tiers) - 1 - len(trees)]) / max(1, chain - 1)
+            for j, tree in enumerate(trees):
+                grown = self._time(num_rows, tree.num_draft, tree.num_draft)
+                grow[i, j] = max(0.0, grown.drafts - follow[i, j - len(trees)])
         by_token = self._time_stored(sizes, most, verify[:, -1], follow[:, -1])
         return StepCosts(
             rows=sizes.tolist(),
@@ -101,6 +104,8 @@ class DraftTimer:
             draft=without_stalls(draft).tolist(),
             verify_token=max(0.0, by_token.verify),
             draft_token=max(0.0, by_token.drafts),
+            tree_depths=[tree.depth for tree in trees],
+            grow=without_stalls(grow).tolist(),
             times_own_drafts=self._is_on_cpu,
         )
 
@@ -195,7 +200,7 @@ def measure_drafts(settings: Settings, runners: Dispatch, half: LoadedHalf) -> S
     """
     with torch.inference_mode():
         timer = DraftTimer(runners, half.rows, half.pool, half.config.vocab_size)
-        return timer.measure(settings.spec.tiers, settings.scheduler.max_running_requests)
+        return timer.measure(settings.spec.tiers, settings.scheduler.max_running_requests, settings.spec.trees)
 
 
 def without_stalls(seconds: FloatArray) -> FloatArray:

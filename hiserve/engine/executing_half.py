@@ -107,14 +107,14 @@ def _device_rows(settings: Settings, model_config: ModelConfig, pool: DevicePool
         window=model_config.tail_window,
         num_window_pages=settings.cache.window_pages,
         carried=tuple(pool.carried.values()),
-        tree=settings.spec.tree,
+        max_depth=settings.spec.max_depth,
         storages=_moved_storages(settings, model_config, pool),
     )
 
 
 def _moved_storages(settings: Settings, model_config: ModelConfig, pool: DevicePool) -> list[torch.Tensor]:
     """Returns the memory in which accepted nodes of trees are moved: the head computes its own part of a page after each step."""
-    if settings.spec.tree is None:
+    if not settings.spec.trees:
         return []
     frees_windows, packs_rows = settings.cache.frees_windows, settings.cache.packs_rows
     plan = model_config.cache_plan(settings.model.dtype, frees_windows=frees_windows, packs_rows=packs_rows)

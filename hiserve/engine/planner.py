@@ -94,7 +94,7 @@ class Planner:
         grammars: Compiles and follows grammars; without them, a request with one fails.
         retainer: Has the clock of retained prefixes; None has the monotonic one.
         windows: Limits of tails; None where each boundary is a resume point.
-        has_trees: Drafts are trees.
+        max_depth: The longest path of drafts, where they may be trees; 0 where all are chains.
     """
 
     def __init__(
@@ -115,11 +115,11 @@ class Planner:
         grammars: GrammarRows | None = None,
         retainer: Retainer | None = None,
         windows: WindowLimits | None = None,
-        has_trees: bool = False,
+        max_depth: int = 0,
     ) -> None:
         self._cache = cache
         self._retainer = retainer or Retainer(cache)
-        self._rows = RowState(cache, max_rows, max_len, num_draft, eos_token_ids, windows, has_trees=has_trees)
+        self._rows = RowState(cache, max_rows, max_len, num_draft, eos_token_ids, windows, max_depth=max_depth)
         self._costs = costs or LoadCostModel(max_batched_tokens)
         self._cache_counters = CacheCounters(cache)
         self._host_loads = HostLoads(cache, self._rows, self._costs, self._cache_counters)

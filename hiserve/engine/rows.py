@@ -44,7 +44,7 @@ class RowState:
         num_ahead: Drafts that a step may write after the last token of a row.
         eos_token_ids: Tokens that end every reply, unless its request ignores them.
         limits: Of tails; None where each boundary is a resume point.
-        has_trees: Drafts are trees: rows with a grammar verify none, as masks follow chains.
+        max_depth: The longest path of drafts, where they may be trees: rows with a grammar have no longer chains.
 
     Attributes:
         tokens: int32 ``[R, max_len]``. Known tokens.
@@ -79,14 +79,14 @@ class RowState:
         eos_token_ids: tuple[int, ...] = (),
         limits: WindowLimits | None = None,
         *,
-        has_trees: bool = False,
+        max_depth: int = 0,
     ) -> None:
         count = max_rows + 1
         self._cache = cache
         self._page_size = cache.page_size
         self._max_len = max_len
         self._num_ahead = num_ahead
-        self._has_trees = has_trees
+        self._max_depth = max_depth
         self.tokens = np.zeros((count, max_len), dtype=np.int32)
         self.known = np.zeros(count, dtype=np.int32)
         self.pending = np.zeros(count, dtype=np.int32)
@@ -143,7 +143,7 @@ class RowState:
         self.num_published[row] = num_prefix
         self.limit[row] = self.limit_of(request)
         self.drafted[row] = 0
-        self.max_draft[row] = request.sampling.most_drafts(self._num_ahead, has_trees=self._has_trees)
+        self.max_draft[row] = request.sampling.most_drafts(self._num_ahead, self._max_depth)
         self.draft_use[row] = 0 if request.draft_use is None else request.draft_use
         self._has_new_draft_use[row] = self._num_ahead > 0
         self.tenant[row] = request.tenant

@@ -159,7 +159,7 @@ def make_runners(
     max_len = rows.max_len if runner.graph_max_len == "auto" else min(rows.max_len, runner.graph_max_len)
     capture = Capture(rows.device)
     buckets = row_buckets(rows.page_table.shape[0] - 1)
-    drafts = None if proposer is None else DraftCapture(proposer, capture, max_draft=max(widths) - 1)
+    drafts = None if proposer is None else DraftCapture(proposer, capture, [width - 1 for width in widths])
     full = {
         width: GraphRunner(
             model, layers, attention, rows, capture, width=width, max_len=max_len, buckets=buckets, drafts=drafts
@@ -213,10 +213,9 @@ def open_proposer(
         rows.ops,
         ops,
     )
-    tree = settings.spec.tree
-    if tree is None or rows.state.trees is None:
+    if not settings.spec.trees:
         return proposer
-    return TreeProposer(proposer, tree, rows.state, rows.sampling, ops)
+    return TreeProposer(proposer, settings.spec.trees, rows.state, rows.sampling, ops)
 
 
 def _draft_attention(

@@ -95,7 +95,8 @@ def decode(
         page_size: Tokens per page.
         scale: Factor of the scores.
         sinks: float32 ``[num_heads]``, scores that take part in the softmax without a value.
-        tree_mask: int64 ``[T]``. Bit j of a token: it sees the j-th of its row's own tokens. 0 is causal, and None all tokens.
+        tree_mask: int64 ``[T]``. Bit j of a token: it sees the j-th of its row's own tokens, ``rows.num_nodes_before`` earlier ones
+            among them. 0 is causal, and None all tokens.
         out: Written and returned when given; else a new contiguous tensor like ``q``. Zeros where a token sees no key.
         lse: float32 ``[T, num_heads]``, written when given: the log of the sum of exponentials, sinks included.
     """

@@ -53,6 +53,7 @@ class ScheduledRows(NamedTuple):
         page_table: int32 ``[B, W]``. Entries past ``kv_lens`` are arbitrary.
         max_q_len: Upper bound of the tokens of one row, 1 to 64.
         max_kv_len: Upper bound of ``kv_lens``.
+        num_nodes_before: As in ``ForwardInputs``.
     """
 
     qo_indptr: Tensor
@@ -60,6 +61,7 @@ class ScheduledRows(NamedTuple):
     page_table: Tensor
     max_q_len: int
     max_kv_len: int
+    num_nodes_before: int = 0
 
 
 class Schedule(NamedTuple):
@@ -67,7 +69,7 @@ class Schedule(NamedTuple):
 
     Attributes:
         parts: int32 ``[B + num_extra, 8]``: row, first key, end, the row's first token, its tokens, its keys before
-            them, the first of its parts, its parts; zeros after the last. Rows with many blocks of keys come first, the
+            those that masks count, the first of its parts, its parts; zeros after the last. Rows with many blocks of keys come first, the
             parts of a row are adjacent.
         counts: int32 ``[2 * num_extra, num_programs]``, zeros. Finished parts, by the first part of a row that is split
             and by program; reset when all are finished.
@@ -153,6 +155,7 @@ def schedule(
         parts,
         num_rows,
         num_extra,
+        rows.num_nodes_before,
         window,
         tile.num_keys,
         hides_first,
@@ -162,7 +165,7 @@ def schedule(
 
 
 @triton.jit(  # type: ignore[untyped-decorator]
-    do_not_specialize=["num_rows", "num_extra", "window"], do_not_specialize_on_alignment=["qo_indptr", "kv_lens"]
+    do_not_specialize=["num_rows", "num_extra", "num_nodes_before", "window"], do_not_specialize_on_alignment=["qo_indptr", "kv_lens"]
 )
 def _schedule(  # type: ignore[no-untyped-def]
     qo_indptr,
@@ -170,6 +173,7 @@ def _schedule(  # type: ignore[no-untyped-def]
     parts,
     num_rows,
     num_extra,
+    num_nodes_before,
     window,
     KEYS: tl.constexpr,  # noqa: N803
     HIDES_FIRST: tl.constexpr,  # noqa: N803
@@ -179,12 +183,12 @@ def _schedule(  # type: ignore[no-untyped-def]
     start_next(IS_EARLY)
     await_previous(IS_EARLY)
     row = tl.program_id(0)
-    share = _share(qo_indptr, kv_lens, num_rows, num_extra, window, KEYS, HIDES_FIRST)
-    first_block, num_blocks, kv_len = _seen_blocks(qo_indptr, kv_lens, row, num_rows, window, KEYS, HIDES_FIRST)
+    share = _share(qo_indptr, kv_lens, num_rows, num_extra, num_nodes_before, window, KEYS, HIDES_FIRST)
+    first_block, num_blocks, kv_len = _seen_blocks(qo_indptr, kv_lens, row, num_rows, num_nodes_before, window, KEYS, HIDES_FIRST)
     place = tl.zeros([_BLOCK], tl.int32)
     for start in range(0, num_rows, _BLOCK):
         other = start + tl.arange(0, _BLOCK)
-        _, others_blocks, _ = _seen_blocks(qo_indptr, kv_lens, other, num_rows, window, KEYS, HIDES_FIRST)
+        _, others_blocks, _ = _seen_blocks(qo_indptr, kv_lens, other, num_rows, num_nodes_before, window, KEYS, HIDES_FIRST)
         is_before = (others_blocks > num_blocks) | ((others_blocks == num_blocks) & (other < row))
         place += tl.where(is_before, (others_blocks - 1) // share + 1, 0)
     first_token = tl.load(qo_indptr + row)
@@ -200,7 +204,7 @@ def _schedule(  # type: ignore[no-untyped-def]
         tl.store(at + 2, tl.minimum((first_block + end) * KEYS, kv_len), is_part)
         tl.store(at + 3, first_token, is_part)
         tl.store(at + 4, q_len, is_part)
-        tl.store(at + 5, kv_len - q_len, is_part)
+        tl.store(at + 5, kv_len - q_len - num_nodes_before, is_part)
         tl.store(at + 6, first_part, is_part)
         tl.store(at + 7, num_parts, is_part)
 
@@ -211,6 +215,7 @@ def _share(  # type: ignore[no-untyped-def]
     kv_lens,
     num_rows,
     num_extra,
+    num_nodes_before,
     window,
     KEYS: tl.constexpr,  # noqa: N803
     HIDES_FIRST: tl.constexpr,  # noqa: N803
@@ -224,7 +229,7 @@ def _share(  # type: ignore[no-untyped-def]
     num_more, num_long = tl.zeros([_BLOCK], tl.int32), tl.zeros([_BLOCK], tl.int32)
     for start in range(0, num_rows, _BLOCK):
         row = start + tl.arange(0, _BLOCK)
-        _, num_blocks, _ = _seen_blocks(qo_indptr, kv_lens, row, num_rows, window, KEYS, HIDES_FIRST)
+        _, num_blocks, _ = _seen_blocks(qo_indptr, kv_lens, row, num_rows, num_nodes_before, window, KEYS, HIDES_FIRST)
         num_more += num_blocks - 1
         num_long += (num_blocks > 1).to(tl.int32)
     total = tl.sum(num_more)
@@ -233,7 +238,7 @@ def _share(  # type: ignore[no-untyped-def]
     num_needed = tl.zeros([_SHARES], tl.int32)
     for start in range(0, num_rows, _BLOCK):
         row = start + tl.arange(0, _BLOCK)
-        _, num_blocks, _ = _seen_blocks(qo_indptr, kv_lens, row, num_rows, window, KEYS, HIDES_FIRST)
+        _, num_blocks, _ = _seen_blocks(qo_indptr, kv_lens, row, num_rows, num_nodes_before, window, KEYS, HIDES_FIRST)
         num_needed += tl.sum((num_blocks - 1)[None, :] // share[:, None], 1)
     return tl.min(tl.where(num_needed <= num_extra, share, most))
 
@@ -244,6 +249,7 @@ def _seen_blocks(  # type: ignore[no-untyped-def]
     kv_lens,
     row,
     num_rows,
+    num_nodes_before,
     window,
     KEYS: tl.constexpr,  # noqa: N803
     HIDES_FIRST: tl.constexpr,  # noqa: N803
@@ -255,7 +261,7 @@ def _seen_blocks(  # type: ignore[no-untyped-def]
     is_row = row < num_rows
     kv_len = tl.load(kv_lens + row, is_row, other=1).to(tl.int32)
     q_len = tl.load(qo_indptr + row + 1, is_row, other=1) - tl.load(qo_indptr + row, is_row, other=0)
-    first = first_seen(kv_len - q_len, window, HIDES_FIRST) // KEYS
+    first = first_seen(kv_len - q_len - num_nodes_before, window, HIDES_FIRST) // KEYS
     return first, tl.cdiv(kv_len, KEYS) - first, kv_len
 
 

@@ -9,6 +9,7 @@ from typing import Protocol, cast
 import torch
 from torch import Tensor
 
+from hiserve.config.settings import TreeShape
 from hiserve.core.drafts import DraftLayout
 from hiserve.core.forward import ForwardInputs
 from hiserve.kernels.step_ops import RowTensors
@@ -63,6 +64,61 @@ class DraftProgress:
     is_drafted: Tensor
     start_page: Tensor
     taken_len: Tensor
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class TreeCandidates:
+    """Candidates for the nodes of S trees, C of each, level by level.
+
+    Attributes:
+        worth: ``[S, C]``, float32 or wider, from 0 to 1. That all drafts up to a candidate are accepted.
+        tokens: int32 ``[S, C]``.
+        parents: int32 ``[S, C]``. Each one's candidate of the level before; -1 on the first level.
+        shape: Has ``width`` candidates after the root, then as many after each of the ``width`` best of the level before.
+    """
+
+    worth: Tensor
+    tokens: Tensor
+    parents: Tensor
+    shape: TreeShape
+
+    @classmethod
+    def empty(cls, num_trees: int, shape: TreeShape, dtype: torch.dtype, device: torch.device) -> TreeCandidates:
+        """Returns memory for S trees; ``dtype`` is that of the logits."""
+        size, wide = (num_trees, shape.num_candidates), torch.promote_types(dtype, torch.float32)
+        tokens, parents = torch.empty((2, *size), dtype=torch.int32, device=device).unbind()
+        return cls(torch.empty(size, dtype=wide, device=device), tokens, parents, shape)
+
+    def places(self, depth: int) -> slice:
+        """Returns which of the C candidates a level has, from depth 0."""
+        width = self.shape.width
+        return slice(width + (depth - 1) * width**2, width + depth * width**2) if depth else slice(0, width)
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class DraftNodes:
+    """The ``width`` best candidates of a level of S trees, for the head to compute.
+
+    Attributes:
+        tokens: int32 ``[S, width]``.
+        positions: int64 ``[S, width]``. Absolute.
+        masks: int64 ``[S, width]``. Bit j: the j-th node that the head computes lies on the path to this one, itself included.
+        sources: int64 ``[S, width]``. The row of the logits that each was found in.
+        candidates: int32 ``[S, width]``. Which of the C candidates it is.
+        depth: Of the level, from 0.
+    """
+
+    tokens: Tensor
+    positions: Tensor
+    masks: Tensor
+    sources: Tensor
+    candidates: Tensor
+    depth: int
+
+    @property
+    def num_before(self) -> int:
+        """Nodes that the head has computed of each tree."""
+        return self.depth * self.tokens.shape[1]
 
 
 class DraftOps(Protocol):
@@ -179,20 +235,44 @@ class DraftOps(Protocol):
             max_known: Upper bound of ``known_len`` of these rows; in a captured graph that of any replay.
         """
 
-    def likeliest(
-        self, logits: Tensor, noise: tuple[Tensor, Tensor, Tensor, Tensor] | None, count: int
-    ) -> tuple[Tensor, Tensor]:
-        """Finds the tokens of the highest scores: logits, plus temperature times the noise that a draw of the position has.
+    def grow(
+        self,
+        logits: Tensor,
+        noise: tuple[Tensor, Tensor, Tensor] | None,
+        positions: Tensor,
+        candidates: TreeCandidates,
+        before: DraftNodes | None,
+    ) -> DraftNodes | None:
+        """Finds the candidates of the next level: after each node the tokens of the highest scores.
+
+        Scores are logits, plus temperature times the noise that a draw of the position has. A candidate is worth its probability,
+        with scores as logits, times the worth of its parent; NaN counts as 0.
 
         Args:
-            logits: ``[S, m, vocab_size]``, of m tokens for the same position. Unchanged.
-            noise: Temperature float64, seed, choice and position int64, ``[S]`` each, as of ``StepOps.draw_free``; None is no
+            logits: ``[S * m, vocab_size]``, of the root (m = 1) or the nodes of the level before (m = width). Unchanged.
+            noise: Temperature float64, seed and choice int64, ``[S]`` each, as of ``StepOps.draw_free``; None is no
                 temperature.
-            count: Tokens of each.
+            positions: int64 ``[S]``. Of the first draft.
+            candidates: Get those of the level.
+            before: The nodes of the level before; None for the first level.
 
         Returns:
-            Their probabilities with scores as logits, in float32 or wider, and themselves, int64; both ``[S, m, count]``, the
-            highest first. Tokens whose logits are -inf have a probability of 0, or NaN where all have.
+            The candidates worth most, best first, of equal ones the first; None after the last level.
+        """
+
+    def write_trees(
+        self, candidates: TreeCandidates, rows: Tensor, legal: Tensor, positions: Tensor, state: RowTensors
+    ) -> None:
+        """Writes the candidates that are worth most, of equal ones the first, in their order as trees after the known tokens.
+
+        A row of ``TreeTensors.is_chain`` gets instead the path to the last level's best candidate, and the masks of a chain.
+
+        Args:
+            candidates: Of S trees, all levels.
+            rows: int64 ``[S]``. Row numbers, each at most once except row 0.
+            legal: bool ``[S]``. Of other rows nothing is written.
+            positions: int64 ``[S]``. Of the first draft. Nodes past the row's capacity are not written.
+            state: With ``trees``, whose first nodes are written; and their tokens.
         """
 
 

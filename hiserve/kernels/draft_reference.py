@@ -10,10 +10,20 @@ from torch import Tensor
 from hiserve.core.drafts import DraftLayout
 from hiserve.core.forward import ForwardInputs
 from hiserve.kernels.draft_ops import DraftProgress, StepHiddenStates, draft_forward
-from hiserve.kernels.noise import gumbel
 from hiserve.kernels.reference import PADDING_PAGE
 from hiserve.kernels.step_ops import RowTensors
-from hiserve.kernels.step_reference import SAMPLE_STREAM
+from hiserve.kernels.tree_reference import grow, write_trees
+
+__all__ = [
+    "draft_hidden_states",
+    "draft_inputs",
+    "draft_ngrams",
+    "draft_window",
+    "grow",
+    "keep_hidden_states",
+    "note_drafted",
+    "write_trees",
+]
 
 
 def draft_inputs(
@@ -151,16 +161,6 @@ def draft_ngrams(
     is_placed = (known_len > 0) & (places < row_len)
     flat = torch.where(is_placed, rows[:, None] * row_len + places, 0)
     state.tokens.view(-1).index_copy_(0, flat.view(-1), torch.where(is_placed, drafts, 0).view(-1))
-
-
-def likeliest(logits: Tensor, noise: tuple[Tensor, Tensor, Tensor, Tensor] | None, count: int) -> tuple[Tensor, Tensor]:
-    scores = logits.to(torch.promote_types(logits.dtype, torch.float32))
-    if noise is not None:
-        temperature, seed, choice, position = noise
-        drawn = gumbel(seed, choice, position, SAMPLE_STREAM, logits.shape[2]) * temperature[:, None]
-        scores = scores + drawn.to(scores.dtype)[:, None]
-    top = scores.topk(count)
-    return (top.values - scores.logsumexp(-1, keepdim=True)).exp_(), top.indices
 
 
 def _follow(tokens: Tensor, known_len: Tensor, continuations: Tensor) -> tuple[Tensor, Tensor]:

@@ -16,16 +16,17 @@ from hiserve.kernels.ngram_search import draft_ngrams
 from hiserve.kernels.reference import PADDING_PAGE
 from hiserve.kernels.step_inputs import put_tokens
 from hiserve.kernels.step_ops import RowTensors
-from hiserve.kernels.trees import likeliest
+from hiserve.kernels.tree_growth import grow, write_trees
 
 __all__ = [
     "draft_hidden_states",
     "draft_inputs",
     "draft_ngrams",
     "draft_window",
+    "grow",
     "keep_hidden_states",
-    "likeliest",
     "note_drafted",
+    "write_trees",
 ]
 
 _TABLE_BLOCK = 4096

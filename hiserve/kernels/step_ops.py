@@ -54,10 +54,12 @@ class TreeTensors:
     Attributes:
         masks: int64 ``[R, N]``. Bit j: node j lies on the path from the root to the node, itself included. Parents come before
             children, so that the first nodes of a tree are a tree. A chain has the masks 1, 3, 7, …
+        is_chain: bool ``[R]``. Rows that get chains where others get trees.
         max_depth: No node has more ancestors.
     """
 
     masks: Tensor
+    is_chain: Tensor
     max_depth: int
 
 
@@ -123,7 +125,7 @@ class StepInputs:
         forward: The inputs of the model.
         scored_tokens: int64 ``[P]``. Known tokens to score, in plan order: those that follow the tokens of
             ``forward.logits_rows[S * width:]``. None when P is 0.
-        path: int64 ``[S, max_depth + 1]``, where drafts are trees: the nodes whose tokens each row accepts, from the root on, the
+        path: int64 ``[S, D + 1]``, where drafts may be trees, of which none is deeper than D: the nodes whose tokens each row accepts, from the root on, the
             last of them repeated. Written when tokens are drawn. None where drafts are chains or no row has any.
     """
 
@@ -189,8 +191,8 @@ class StepOps(Protocol):
             state: The rows, with ``trees``; ``known_len`` as before the step.
 
         Returns:
-            int64 ``[S]``, as ``accept``, and int64 ``[S, max_depth + 1]``, as ``StepInputs.path``; both are meaningless for an
-            illegal row, but its nodes are below w.
+            int64 ``[S]``, as ``accept``, and int64 ``[S, min(max_depth, w - 1) + 1]``, as ``StepInputs.path``; both are meaningless
+            for an illegal row, but its nodes are below w.
         """
 
     def move(self, storages: Sequence[Tensor], slots: Tensor, starts: Tensor, path: Tensor, counts: Tensor) -> None:

@@ -128,7 +128,7 @@ def walk(drawn: Tensor, sampling_rows: Tensor, num_draft: Tensor, state: RowTens
     tokens = state.tokens.view(-1)[sampling_rows[:, None] * state.tokens.shape[1] + places]
     node = torch.zeros_like(num_draft)[:, None]
     counts, path = torch.ones_like(num_draft), [node]
-    for _ in range(state.trees.max_depth):
+    for _ in range(min(state.trees.max_depth, drawn.shape[1] - 1)):
         is_next = is_draft & (parents == masks.gather(1, node)) & (tokens == drawn.gather(1, node))
         node = torch.where(is_next.any(1, keepdim=True), is_next.int().argmax(1, keepdim=True), node)
         counts += is_next.any(1)

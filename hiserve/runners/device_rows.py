@@ -8,7 +8,6 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from hiserve.config.settings import TreeShape
 from hiserve.core.forward import RowMemory
 from hiserve.core.plan import BatchPlan, Int32Array, RowAdmit, TableWrites
 from hiserve.core.upload import upload
@@ -57,8 +56,8 @@ class DeviceRows:
         window: The widest, where layers with one have pages of their own; else 0.
         num_window_pages: Of these pages, the padding page included.
         carried: Memory of what rows carry along, of each group; empty where they carry nothing.
-        tree: Shape of the rows' drafts; None where they are chains.
-        storages: As above; read where drafts are trees.
+        max_depth: The longest path of a row's drafts, where they may be trees; 0 where they are chains.
+        storages: As above; read where drafts may be trees.
     """
 
     def __init__(
@@ -75,7 +74,7 @@ class DeviceRows:
         window: int = 0,
         num_window_pages: int = 0,
         carried: Sequence[RowMemory] = (),
-        tree: TreeShape | None = None,
+        max_depth: int = 0,
         storages: Sequence[Tensor] = (),
     ) -> None:
         self.device = torch.empty(0, device=device).device  # with its index
@@ -110,7 +109,7 @@ class DeviceRows:
             page_owner=self.page_owner,
             windows=self.windows,
             states=None if self.states is None else self.states.tensors,
-            trees=None if tree is None else _chains(tree, num_rows, self.device),
+            trees=_chains(num_rows, max_draft, max_depth, self.device) if max_depth else None,
         )
         self.forget()
         self.relocation_version = 0
@@ -214,6 +213,9 @@ class DeviceRows:
         self.computed_len.index_copy_(0, rows, computed_len)
         if self.states is not None:
             self.states.admit(admit, rows, computed_len)
+        if self.state.trees is not None:
+            constrained = np.array([each.sampling.grammar is not None for each in admit])
+            self.state.trees.is_chain.index_copy_(0, rows, *upload((constrained,), self.device))
         for each, prompt in zip(admit, tokens, strict=True):
             self.tokens[each.row, : each.tokens.size].copy_(prompt)
         self.sampling.write(admit)
@@ -241,7 +243,7 @@ class DeviceRows:
         windows.page_owner.index_copy_(0, pages.long(), owners)
 
 
-def _chains(shape: TreeShape, num_rows: int, device: torch.device) -> TreeTensors:
-    """Returns room for trees of a shape, which are chains until something drafts."""
-    masks = (2 << torch.arange(shape.num_nodes, device=device)) - 1
-    return TreeTensors(masks.repeat(num_rows, 1), shape.depth)
+def _chains(num_rows: int, max_draft: int, max_depth: int, device: torch.device) -> TreeTensors:
+    """Returns room for trees, which are chains until something drafts."""
+    masks = (2 << torch.arange(1 + max_draft, device=device)) - 1
+    return TreeTensors(masks.repeat(num_rows, 1), torch.zeros(num_rows, dtype=torch.bool, device=device), max_depth)

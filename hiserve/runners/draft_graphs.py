@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
 
@@ -10,11 +10,12 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from hiserve.config.settings import TreeShape
 from hiserve.core.drafts import DraftChain, DraftStep, Proposer
 from hiserve.kernels.step_ops import StepInputs
 from hiserve.runners.capture import Capture, Graph
 
-# Drafts that are computed before anything is captured.
+# Drafts of a chain that are computed before anything is captured: one for each way of drawing.
 NUM_WARMUP_DRAFTS = 2
 
 
@@ -26,10 +27,10 @@ class DraftGraphs:
     prepare: Graph  # from the step to the logits of the first draft
     update_only: Graph  # instead, where no draft is wanted
     chain: DraftChain  # the rows that get drafts; steps of as many rows share it, and the graphs that follow
-    # From logits to drafts: the likeliest tokens, or drawn ones, by whether they are the likeliest.
-    draws: dict[bool, Graph]
+    # From logits to a draft of a chain, or all of a tree: the likeliest tokens, or drawn ones, by whether they are the likeliest.
+    draws: dict[tuple[TreeShape | None, bool], Graph]
     extend: Graph | None  # from a draft to the next one's logits; None where there is never a second
-    num_rounds: Callable[[int], int]  # as ``Proposer.num_rounds``
+    tree_of: Callable[[int], TreeShape | None]  # as ``Proposer.tree_of``
 
     @property
     def graphs(self) -> tuple[Graph, ...]:
@@ -47,11 +48,12 @@ class DraftGraphs:
             self.update_only.replay()
             return
         self.prepare.replay()
-        for index in range(self.num_rounds(num_draft)):
+        tree = self.tree_of(num_draft)
+        for index in range(num_draft if tree is None else 1):
             if index:
                 assert self.extend is not None, f"{num_draft} drafts, and no graph of a second"
                 self.extend.replay()
-            self.draws[is_greedy].replay()
+            self.draws[tree, is_greedy].replay()
 
 
 class DraftCapture:
@@ -60,13 +62,15 @@ class DraftCapture:
     Steps of equally many rows share all graphs but the first two, and so the memory of their logits.
 
     Args:
-        max_draft: Drafts after a step, at most.
+        num_drafts: Each number of drafts that there may be after a step.
     """
 
-    def __init__(self, proposer: Proposer, capture: Capture, max_draft: int) -> None:
+    def __init__(self, proposer: Proposer, capture: Capture, num_drafts: Sequence[int]) -> None:
         self._proposer = proposer
         self._capture = capture
-        self._max_draft = max_draft
+        trees = {num_draft: proposer.tree_of(num_draft) for num_draft in num_drafts if num_draft}
+        self._trees = [tree for tree in trees.values() if tree is not None]
+        self._longest_chain = max((num_draft for num_draft, tree in trees.items() if tree is None), default=0)
         self._first: dict[int, DraftGraphs] = {}  # captured for each number of rows
 
     def clear(self) -> None:
@@ -124,21 +128,24 @@ class DraftCapture:
         _check(prepare, graphs[0], chain)
         if shared is None and extend is not None:
             _check(partial(proposer.extend, chain), extend, chain)
-        captured = DraftGraphs((prepare, update_only), *graphs, chain, draws, extend, proposer.num_rounds)
+        captured = DraftGraphs((prepare, update_only), *graphs, chain, draws, extend, proposer.tree_of)
         self._first.setdefault(num_rows, captured)
         return captured
 
-    def _capture_shared(self, chain: DraftChain) -> tuple[dict[bool, Graph], Graph | None]:
+    def _capture_shared(self, chain: DraftChain) -> tuple[dict[tuple[TreeShape | None, bool], Graph], Graph | None]:
         """Draws and extends drafts after ``prepare``, and captures both."""
-        extend = partial(self._proposer.extend, chain)
-        draws = {is_greedy: partial(self._proposer.draft, chain, is_greedy=is_greedy) for is_greedy in (True, False)}
-        assert len(draws) == NUM_WARMUP_DRAFTS, "a place of each row for each draw"
-        for draw in draws.values():
+        proposer, ways = self._proposer, (True, False)
+        extend = partial(proposer.extend, chain)
+        # Trees first: they are written from the place of the first draft, where drafts of chains move on.
+        shapes = [*self._trees, *([None] if self._longest_chain else [])]
+        draws = {(tree, way): partial(proposer.draft, chain, tree, is_greedy=way) for tree in shapes for way in ways}
+        for (tree, _), draw in draws.items():
             draw()
-            extend()
+            if tree is None:
+                extend()
         return (
-            {way: self._capture.record(draw) for way, draw in draws.items() if self._max_draft > 0},
-            self._capture.record(extend) if self._proposer.num_rounds(self._max_draft) > 1 else None,
+            {which: self._capture.record(draw) for which, draw in draws.items()},
+            self._capture.record(extend) if self._longest_chain > 1 else None,
         )
 
 

@@ -185,7 +185,7 @@ def new_path(rows: DeviceRows, num_sampling: int, width: int) -> Tensor | None:
     trees = rows.state.trees
     if trees is None or width == 1:
         return None
-    return torch.zeros((num_sampling, 1 + trees.max_depth), dtype=torch.int64, device=rows.device)
+    return torch.zeros((num_sampling, min(1 + trees.max_depth, width)), dtype=torch.int64, device=rows.device)
 
 
 def no_states(num_rows: int, device: torch.device) -> StateRows:

@@ -1,14 +1,14 @@
-"""The number of drafts per step: the one with the most expected tokens per second, which may be 0."""
+"""The number of drafts per step, and whether they are a tree: those with the most expected tokens per second, which may be none."""
 
 from __future__ import annotations
 
 from bisect import bisect_right
 
 import numpy as np
-from numpy.typing import NDArray
 
 from hiserve.core.plan import Int32Array
 from hiserve.core.startup_measurements import FloatArray, StepCosts
+from hiserve.spec.acceptance import TierAcceptance
 from hiserve.spec.cold import HeadSchedule, Phase
 
 MIN_GAIN = 0.05  # of a change, as a share of the tokens per second
@@ -18,58 +18,10 @@ PROBE_SHARE = 0.01  # of the time of all steps, for other numbers of drafts than
 MIN_PROBE_LOSS = 0.1  # steps; assumed cost of a probe at least, so that equal numbers are not probed all the time
 MAX_CREDIT = 2.0  # steps; most credit that successful probes build up
 
-PRIOR = 0.6  # of the first draft, before any was verified
-PRIOR_ROWS = 2.0  # rows that weigh as much
-WINDOW_ROWS = 64.0  # whose drafts are remembered,
-WINDOW_STEPS = 8.0  # and for how many steps at least
-
 TIME_RATE = 0.01  # of a new time, against those before it
 DRAFT_RATE = 0.2  # likewise, of drafts after the first: only probes measure their time
 MIN_S = 1e-9  # of a step, where the clock did not advance
 MAX_ERROR = 0.5  # of the logarithm of a time: a stall weighs no more
-
-
-class Acceptance:
-    """The probability that drafts are accepted, by their position in the chain; recent steps weigh most.
-
-    A position that no row has reached lately keeps its chance relative to the one before it; one never reached has the
-    same chance as that.
-
-    Args:
-        max_draft: K, at least 1.
-    """
-
-    def __init__(self, max_draft: int) -> None:
-        self._max_draft = max_draft
-        self._prior = PRIOR
-        # Of the rows that verified a draft at a place: those whose drafts before it were accepted, and it as well.
-        self._reached = np.zeros(max_draft)
-        self._accepted = np.zeros(max_draft)
-        self.chances = np.zeros(max_draft)
-        self._update()
-
-    def add(self, num_draft: Int32Array, counts: Int32Array) -> None:
-        """Records a step; int32 ``[S]`` drafts of each row, and those accepted + 1."""
-        num_rows = _num_with(num_draft, self._max_draft)
-        share = num_rows / (WINDOW_ROWS + WINDOW_STEPS * num_rows)
-        self._reached += _num_with(np.minimum(num_draft, counts), self._max_draft) - share * self._reached
-        self._accepted += _num_with(counts - 1, self._max_draft) - share * self._accepted
-        self._update()
-
-    def forget(self) -> None:
-        """Drops all observations, and expects no draft to be accepted."""
-        self._prior = 0.0
-        self._reached[:] = self._accepted[:] = 0.0
-        self._update()
-
-    def _update(self) -> None:
-        """``chances``, float64 ``[K]``: that a row's drafts up to each place are accepted."""
-        after, all_so_far, chances = self._prior, 1.0, []
-        for reached, accepted in zip(self._reached.tolist(), self._accepted.tolist(), strict=True):
-            after = (accepted + PRIOR_ROWS * after) / (reached + PRIOR_ROWS)
-            all_so_far *= after
-            chances.append(all_so_far)
-        self.chances[:] = chances
 
 
 class Times:
@@ -129,14 +81,8 @@ def _error(seconds: float, expected: float) -> float:
     return min(max(float(np.log(max(seconds, MIN_S) / expected)), -MAX_ERROR), MAX_ERROR)
 
 
-def _num_with(num_draft: Int32Array, max_draft: int) -> NDArray[np.int64]:
-    """Returns how many rows have a draft at each place, int64 ``[max_draft]``."""
-    rows = np.bincount(np.minimum(num_draft, max_draft), minlength=max_draft + 1)
-    return rows[:0:-1].cumsum()[::-1]
-
-
 class DraftController:
-    """Picks how many drafts each row makes and verifies.
+    """Picks how many drafts each row makes and verifies; the last tiers may be trees.
 
     The choice is the tier of most expected tokens per expected second. It changes where a change gains enough, and then
     stays for a while, separately for each size of batch. Single steps probe other tiers from a budget of 1 % of the time, so
@@ -157,8 +103,7 @@ class DraftController:
         self._schedule = None if warm_steps is None else HeadSchedule(warm_steps)
         self._num_rows, self._trial_cost = 0, 0.0  # of a trial, for batches of so many rows
         self._times = Times(costs)
-        self._acceptance = Acceptance(costs.max_draft)
-        self._tiers = np.array(costs.tiers, np.int64)
+        self._acceptance = TierAcceptance(costs)
         self._credit = np.zeros(len(costs.tiers))  # steps that may be lost to probes
         # By the measured sizes of batches: the best tier of one says little about another.
         self._chosen = [0] * len(costs.rows)
@@ -243,7 +188,7 @@ class DraftController:
     def _choose(self, bucket: int, allowed: Int32Array, seconds: FloatArray) -> int:
         """As ``choose``, where each of the C tiers takes so many seconds."""
         self._age[bucket] += 1
-        tokens = self._expect_tokens(allowed)[: self._num_tiers(allowed)]
+        tokens = self._acceptance.tokens(allowed)[: self._num_tiers(allowed)]
         seconds = seconds[: tokens.size]
         rates = tokens / seconds
         best = int(rates.argmax())
@@ -258,7 +203,7 @@ class DraftController:
     def _pays(self, allowed: Int32Array, seconds: FloatArray) -> bool:
         """Whether any of the C tiers, which take so many seconds, gives more tokens per second than there are without a head."""
         num_tiers, update_share = self._num_tiers(allowed), self._costs.shares(self._bucket)[0]
-        rates = self._expect_tokens(allowed)[:num_tiers] / seconds[:num_tiers]
+        rates = self._acceptance.tokens(allowed)[:num_tiers] / seconds[:num_tiers]
         return bool(rates[1:].max(initial=0.0) > (1 + update_share) * rates[0])
 
     def _num_tiers(self, allowed: Int32Array) -> int:
@@ -289,22 +234,16 @@ class DraftController:
         if tier != self._chosen[self._costs.bucket(counts.size)]:
             gained = self._gain(tier, num_draft, counts, mean_context, seconds)
             self._credit[tier] = min(max(self._credit[tier] + gained, -MAX_CREDIT), MAX_CREDIT)
-        self._acceptance.add(num_draft, counts)
+        self._acceptance.add(tier, num_draft, counts)
         if seconds is not None:
             self._times.add(counts.size, mean_context, tier, seconds)
-
-    def _expect_tokens(self, allowed: Int32Array) -> FloatArray:
-        """Returns the expected tokens of these rows with each tier, within ``allowed``: float64 ``[C]``."""
-        tokens = np.full(self._costs.max_draft + 1, float(allowed.size))
-        tokens[1:] += (_num_with(allowed, self._costs.max_draft) * self._acceptance.chances).cumsum()
-        return tokens[self._tiers]
 
     def _gain(
         self, tier: int, num_draft: Int32Array, counts: Int32Array, mean_context: float, seconds: float | None
     ) -> float:
         """Returns by how much a step was better than expected, in steps of the current tier."""
-        tokens, current = self._expect_tokens(num_draft), self._chosen[self._costs.bucket(counts.size)]
-        gained = float((counts.sum() - tokens[-1]) / tokens[current])
+        tokens, current = self._acceptance.tokens(num_draft), self._chosen[self._costs.bucket(counts.size)]
+        gained = float((counts.sum() - tokens[tier]) / tokens[current])
         if seconds is not None:
             expected = self._times.expect(counts.size, mean_context)
             gained += float((expected[tier] - seconds) / expected[current])

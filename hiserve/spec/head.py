@@ -19,9 +19,10 @@ import torch
 from torch import Tensor
 
 from hiserve.attention.base import Attention
+from hiserve.config.settings import TreeShape
 from hiserve.core.drafts import DraftChain, DraftLayout, DraftStep
 from hiserve.core.forward import ForwardInputs, LayerKV
-from hiserve.kernels.draft_ops import DraftOps, DraftProgress, StepHiddenStates
+from hiserve.kernels.draft_ops import DraftNodes, DraftOps, DraftProgress, StepHiddenStates
 from hiserve.kernels.step_ops import RowTensors, StepOps
 from hiserve.models.draft_heads import DraftHead
 from hiserve.sampling.params import SamplingRows
@@ -44,25 +45,6 @@ class DraftPool:
     is_drafted: Tensor
     taken_len: Tensor
     page_size: int
-
-
-@dataclass(frozen=True, slots=True, eq=False)
-class DraftNodes:
-    """Candidates after the known tokens of S rows, n of each, parents before children.
-
-    Attributes:
-        tokens: int64 ``[S, n]``.
-        states: ``[S, n, F]``. The proposer's state at the parent of each.
-        depths: int64 ``[n]``. From 0 on: of candidates for the same position.
-        masks: int64 ``[S, n]``. Bit j: candidate j lies on the path to this one, itself included.
-        num_last: The candidates, the last ones, whose logits are wanted.
-    """
-
-    tokens: Tensor
-    states: Tensor
-    depths: Tensor
-    masks: Tensor
-    num_last: int
 
 
 class HeadProposer:
@@ -99,9 +81,8 @@ class HeadProposer:
         # Layouts and attentions that graphs of static steps read, by rows and tokens of each.
         self._static: dict[tuple[int, int], tuple[DraftLayout, Attention]] = {}
 
-    def num_rounds(self, num_draft: int) -> int:
-        """Returns one for each draft."""
-        return num_draft
+    def tree_of(self, num_draft: int) -> None:
+        """Returns None: drafts are chains."""
 
     def is_capturable(self, num_rows: int, width: int) -> bool:
         """As the protocol."""
@@ -149,12 +130,13 @@ class HeadProposer:
         made, hidden_states = self._take_in(step, layout)
         self._run(made, hidden_states, step.sampling[:0], attention)
 
-    def draft(self, chain: DraftChain, *, is_greedy: bool) -> None:
+    def draft(self, chain: DraftChain, tree: TreeShape | None = None, *, is_greedy: bool) -> None:
         """Draws a draft of each row with the noise that the model's own draw of that position will have, and writes it.
 
         Both then agree more often. Drafts past a row's last slot, and those of illegal rows, are not written: row 0 keeps
         its first token, which padded steps compute.
         """
+        assert tree is None, f"a chain of shape {tree}"
         if is_greedy:
             drafts = self._step_ops.greedy(chain.logits)
         else:
@@ -180,36 +162,37 @@ class HeadProposer:
         chain.logits.copy_(logits)
         chain.carried.copy_(carried)
 
-    def compute(self, chain: DraftChain, nodes: DraftNodes) -> tuple[Tensor, Tensor]:
-        """Computes candidates after the known tokens of each row, stored one after the other there; returns logits and states.
+    def compute(self, chain: DraftChain, nodes: DraftNodes, states: Tensor) -> tuple[Tensor, Tensor]:
+        """Computes the nodes of a level of each row, stored after those of the levels before; returns logits and states.
 
-        The chain is unchanged.
+        A node sees its row's known tokens and, of the nodes, its ancestors. The chain is unchanged.
 
         Args:
             chain: Of S rows.
-            nodes: The candidates.
+            nodes: n of each row.
+            states: ``[m, F]``, at the rows of logits that ``nodes.sources`` counts.
 
         Returns:
-            Of the last ``nodes.num_last`` of each row: ``[S * num_last, vocab_size]`` and ``[S * num_last, F]``.
+            ``[S * n, vocab_size]`` and ``[S * n, F]``.
         """
         num_rows, num_tokens = nodes.tokens.shape
         if chain.is_static:
             layout, attention = self._static[num_rows, num_tokens]
         else:
-            most = min(chain.layout.max_kv_len + num_tokens, self._max_kv_len)
+            most = min(chain.layout.max_kv_len + nodes.num_before + num_tokens, self._max_kv_len)
             layout = DraftLayout.uniform(num_rows, num_tokens, most, chain.rows.device)
             attention = self._attention
-        made = self._inputs(chain.rows, chain.positions, chain.legal, layout)
+        made = self._inputs(chain.rows, chain.positions + nodes.num_before, chain.legal, layout)
         made = self._window(chain.rows, chain.positions, chain.legal, made)
         made = replace(
             made,
-            input_ids=nodes.tokens.flatten().int(),
-            positions=(chain.positions[:, None] + nodes.depths).flatten(),
+            input_ids=nodes.tokens.flatten(),
+            positions=nodes.positions.flatten(),
             tree_mask=nodes.masks.flatten(),
+            num_nodes_before=nodes.num_before,
         )
-        each = torch.arange(num_rows * num_tokens, device=chain.rows.device).view(num_rows, num_tokens)
-        last = each[:, num_tokens - nodes.num_last :].flatten()
-        return self._run(made, nodes.states.flatten(0, 1), last, attention)
+        each = torch.arange(num_rows * num_tokens, device=chain.rows.device)
+        return self._run(made, states.index_select(0, nodes.sources.flatten()), each, attention)
 
     def _forward_after(self, step: DraftStep) -> tuple[DraftLayout, Attention]:
         """Returns the tokens of the forward that computes a step's, and its attention."""

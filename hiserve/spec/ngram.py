@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import torch
 
+from hiserve.config.settings import TreeShape
 from hiserve.core.drafts import DraftChain, DraftStep
 from hiserve.kernels.draft_ops import DraftOps
 from hiserve.kernels.step_ops import RowTensors
@@ -37,9 +38,8 @@ class NgramProposer:
             (state.known_len.shape[0], 2), dtype=torch.int32, device=state.tokens.device
         )
 
-    def num_rounds(self, num_draft: int) -> int:
-        """Returns 0: ``prepare`` writes them."""
-        return 0
+    def tree_of(self, num_draft: int) -> None:
+        """Returns None: drafts are chains."""
 
     def is_capturable(self, num_rows: int, width: int) -> bool:
         """Returns False: one launch needs no graph."""
@@ -60,7 +60,7 @@ class NgramProposer:
             max_known=int(step.kv_bounds.max()) + 1,  # the token drawn last is not stored
         )
 
-    def draft(self, chain: DraftChain, *, is_greedy: bool) -> None:
+    def draft(self, chain: DraftChain, tree: TreeShape | None, *, is_greedy: bool) -> None:
         """Never called: ``prepare`` leaves no chain."""
 
     def extend(self, chain: DraftChain) -> None:

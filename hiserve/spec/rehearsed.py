@@ -13,6 +13,7 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
+from hiserve.config.settings import TreeShape
 from hiserve.core.drafts import DraftChain, DraftStep, Proposer
 from hiserve.kernels.step_ops import RowTensors
 from hiserve.sampling.params import SamplingRows
@@ -73,9 +74,9 @@ class RehearsedProposer:
         self._state = state
         self._sampling = sampling
 
-    def num_rounds(self, num_draft: int) -> int:
+    def tree_of(self, num_draft: int) -> TreeShape | None:
         """As the other one."""
-        return self._proposer.num_rounds(num_draft)
+        return self._proposer.tree_of(num_draft)
 
     def is_capturable(self, num_rows: int, width: int) -> bool:
         """As the other one."""
@@ -85,9 +86,9 @@ class RehearsedProposer:
         """As the other one."""
         return self._proposer.prepare(step)
 
-    def draft(self, chain: DraftChain, *, is_greedy: bool) -> None:
+    def draft(self, chain: DraftChain, tree: TreeShape | None, *, is_greedy: bool) -> None:
         """Lets the other one draw and write its draft, then writes over it."""
-        self._proposer.draft(chain, is_greedy=is_greedy)
+        self._proposer.draft(chain, tree, is_greedy=is_greedy)
         tokens, drafts, positions = self._state.tokens, self._replies.drafts, chain.positions - 1
         _, seeds, _ = self._sampling.free_draws(chain.rows)
         num_requests, max_len = drafts.shape

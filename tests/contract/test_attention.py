@@ -50,13 +50,14 @@ def _on_cpu(name: str, dtype: str = "float32") -> Any:
 
 if os.environ.get("TRITON_INTERPRET") == "1":
     FULL = [_on_cpu("triton")]
-    PLAIN = FULL
+    PLAIN = WITH_TREES = FULL
     WITH_SINKS = FULL
     OTHER_TYPES = []
     NARROW = [_on_cpu("triton", "float16")]
 else:
     FULL = [_on_cpu("reference"), _on_cpu("reference", "float64")]
     FULL += [_on_gpu("triton", "bfloat16")]
+    WITH_TREES = [*FULL, _on_cpu("cpu", "float64")]
     OTHER_TYPES = [_on_gpu("triton", dtype) for dtype in ("float16", "float32")]  # float32 has tiles of its own
     NARROW = [_on_gpu("triton", "bfloat16"), _on_gpu("triton", "float16")]
     PLAIN = [*FULL, _on_gpu("flashinfer", "bfloat16"), _on_gpu("paired", "bfloat16")]
@@ -144,6 +145,33 @@ def test_a_token_of_a_tree_sees_its_ancestors_and_the_prefix(
     subject: Subject, lengths: tuple[tuple[int, int], ...]
 ) -> None:
     subject.check(subject.case(lengths, trees=True, adjacent=False), has_trees=True)
+
+
+@pytest.mark.parametrize("subject", WITH_TREES)
+@pytest.mark.parametrize("window", [None, 12])
+def test_a_node_sees_its_ancestors_that_were_computed_before(subject: Subject, window: int | None) -> None:
+    """The last nodes of each row alone are computed; the others are in the pool."""
+    num_nodes, num_new, num_rows = 9, 3, 3
+    case = subject.case(((40, 9), (70, 9), (5, 9), (0, 1)), trees=True, window=window, group=4, adjacent=False)
+    inputs, each_row = case.inputs, torch.arange(num_rows)[:, None]
+    tokens = (each_row * num_nodes + torch.arange(num_nodes - num_new, num_nodes)).flatten().to(subject.device)
+    of_tokens = ("input_ids", "positions", "slots", "token_rows", "tree_mask")
+    of_rows = ("kv_lens", "page_table", "kv_bounds")
+    last = dataclasses.replace(
+        inputs,
+        **{name: getattr(inputs, name)[tokens] for name in of_tokens},
+        **{name: getattr(inputs, name)[:num_rows] for name in of_rows},
+        qo_indptr=torch.arange(num_rows + 1, dtype=torch.int32, device=subject.device) * num_new,
+        q_lens=np.full(num_rows, num_new, dtype=np.int32),
+        num_decode=num_rows,
+        num_nodes_before=num_nodes - num_new,
+    )
+    attention = subject.open(case.shape, has_trees=True)
+    attention.plan(last)
+    out = attention.forward(case.q[tokens], case.k[tokens], case.v[tokens], case.kv, 0)
+    tolerance = TOLERANCE[subject.dtype]
+    expected = case.oracle()[0][tokens.cpu()]
+    torch.testing.assert_close(out.cpu().double(), expected, atol=tolerance, rtol=tolerance)
 
 
 @pytest.mark.parametrize("subject", FULL)

@@ -54,7 +54,7 @@ def test_branches_bring_more_tokens_a_step_than_a_chain_as_deep(temperature: flo
     assert tokens_per_step(tree) > gain * tokens_per_step(chain)
 
 
-def test_rows_with_few_nodes_and_rows_with_a_grammar_which_have_none_run_beside_others() -> None:
+def test_rows_with_few_nodes_and_rows_with_a_grammar_which_have_chains_run_beside_others() -> None:
     plain = SamplingParams(temperature=0.0, seed=0, max_tokens=16, ignore_eos=True)
     asked = (
         plain,
@@ -70,4 +70,6 @@ def test_rows_with_few_nodes_and_rows_with_a_grammar_which_have_none_run_beside_
     free, few, none, constrained = (each.drafts for each in outputs)
     assert free is not None and few is not None
     assert free.proposed > 2 * free.verify_steps and 0 < few.proposed <= 2 * few.verify_steps
-    assert all(each is None or each.verify_steps == 0 for each in (none, constrained))
+    assert none is None or none.verify_steps == 0
+    assert constrained is not None and 0 < constrained.proposed <= 4 * constrained.verify_steps
+    assert constrained.accepted > 0

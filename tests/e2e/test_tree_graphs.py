@@ -12,13 +12,14 @@ import pytest
 
 from hiserve import LLM, SamplingParams
 from tests.helpers.cache_paths import SETTINGS, answer, host_hits, pool
+from tests.helpers.chosen_drafts import choose_in_turn
 from tests.helpers.dialogues import held_out_prompts
 from tests.helpers.recorded_llm import allow_recording
 
 
 @pytest.mark.parametrize(
     ("tree", "graphs", "depth", "temperature"),
-    [("3x4:15", "all", 1, 0.8), pytest.param("2x3:7", "decode", 0, 0.0, marks=pytest.mark.wide)],
+    [("3x4:15", "all", 1, 0.8), ("auto", "decode", 1, 0.8), pytest.param("2x3:7", "decode", 0, 0.0, marks=pytest.mark.wide)],
 )
 def test_graphs_of_trees_change_nothing(
     tree: str, graphs: str, depth: int, temperature: float, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
@@ -27,6 +28,8 @@ def test_graphs_of_trees_change_nothing(
     sampling = [SamplingParams(seed=i, temperature=temperature, max_tokens=18 - i, ignore_eos=True) for i in range(3)]
     work = answer(prompts, sampling)
     executors = allow_recording(monkeypatch)
+    if tree == "auto":  # chains and trees in turn
+        choose_in_turn(monkeypatch)
     settings = {"spec": "eagle3", "spec_tree": tree, "spec_steps": "auto", "kv_canary": False}
     host_hits(work, tmp_path, graphs=graphs, overlap=depth, **settings)
     (executor,) = executors

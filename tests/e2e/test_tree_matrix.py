@@ -26,13 +26,14 @@ from tests.helpers.cache_paths import (
     store_hits,
     storm,
 )
+from tests.helpers.chosen_drafts import choose_in_turn
 from tests.helpers.dialogues import held_out_prompts, trained
 
 NUM_NEW = 16
 PATHS: tuple[Callable[..., None], ...] = (chunks, preemption, device_hits, host_hits, store_hits, storm)
 PROPOSERS, TREES, PAGES, DEPTHS, IS_GREEDY = (
     ("eagle3", "mtp", "draft_model"),
-    ("3x4:12", "2x3:7", "1x5:6"),
+    ("3x4:12", "2x3:7", "1x5:6", "auto"),
     (16, 1, 64),
     (0, 1),
     (True, False),
@@ -62,14 +63,18 @@ def named(case: Case) -> str:
 
 
 CASES = list(pairwise(ALL))
-BRANCHED = [case for case in CASES if case[2] != "1x5:6" and case[3] == 16]
+BRANCHED = [case for case in CASES if case[2] not in ("1x5:6", "auto") and case[3] == 16]
 USUAL = [next(case for case in BRANCHED if case[0] is path) for path in (device_hits, preemption, host_hits)]
+USUAL.append((preemption, "eagle3", "auto", 16, 1, False))
+CASES += [case for case in USUAL if case not in CASES]
 
 
 @pytest.mark.parametrize(
     "case", [pytest.param(case, marks=() if case in USUAL else pytest.mark.wide) for case in CASES], ids=named
 )
-def test_trees_change_nothing(case: Case, tmp_path: Path) -> None:
+def test_trees_change_nothing(case: Case, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     path, proposer, tree, page_size, depth, is_greedy = case
+    if tree == "auto":  # chains and trees in turn
+        choose_in_turn(monkeypatch)
     settings = {"overlap": depth, "spec": trained(proposer), "spec_tree": tree, "spec_steps": "auto", "kv_canary": True}
     path(work_of(is_greedy), tmp_path, page_size, **settings)

@@ -8,9 +8,11 @@ import pytest
 import torch
 
 from hiserve import LLM, SamplingParams
-from hiserve.kernels import draft_reference, step_reference, trees
+from hiserve.config.settings import TreeShape
+from hiserve.kernels import step_reference, tree_growth, tree_reference, trees
 from tests.helpers.cache_paths import SETTINGS, check, pool
 from tests.helpers.dialogues import held_out_prompts
+from tests.helpers.grown_trees import SHAPES, grow_trees, logits_of
 from tests.helpers.tiered import counts_of, engine_of, leave_device
 
 pytestmark = pytest.mark.gpu
@@ -25,16 +27,17 @@ def sampling(how: str) -> list[SamplingParams]:
     return [SamplingParams(seed=i, temperature=HOW[how], max_tokens=NUM_NEW, ignore_eos=True) for i in range(4)]
 
 
-def test_candidates_are_those_of_the_twin() -> None:
-    generator = torch.Generator("cuda").manual_seed(3)
-    logits = torch.randn(4, 3, 128_256, generator=generator, device="cuda")
-    number = torch.arange(4, device="cuda")
-    for noise in (None, (number.double() / 4, number + 2**40, number, number + 9)):
-        (chances, tokens), (twin_chances, twin_tokens) = (
-            each.likeliest(logits, noise, 4) for each in (trees, draft_reference)
+@pytest.mark.parametrize("shape", [*SHAPES, TreeShape(3, 6, 16)], ids=str)
+def test_trees_grow_as_those_of_the_twin(shape: TreeShape) -> None:
+    generator = torch.Generator().manual_seed(3)
+    logits = [each.cuda() for each in logits_of(shape, 128_256, generator, torch.float32)]
+    for is_greedy in (True, False):
+        grown, expected = (
+            grow_trees(ops, shape, logits, is_greedy=is_greedy) for ops in (tree_growth, tree_reference)
         )
-        assert torch.equal(tokens, twin_tokens)
-        torch.testing.assert_close(chances, twin_chances)
+        for ours, theirs in zip(grown.words(), expected.words(), strict=True):
+            assert torch.equal(ours, theirs)
+        torch.testing.assert_close(grown.candidates.worth, expected.candidates.worth)
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32, torch.uint8])

@@ -140,7 +140,7 @@ def with_trees(generator: torch.Generator, case: StepCase, num_nodes: int = 6) -
     return replace(
         case,
         inputs=replace(inputs, forward=forward, path=path),
-        state=replace(case.state, trees=TreeTensors(masks, num_nodes - 1)),
+        state=replace(case.state, trees=TreeTensors(masks, torch.zeros(len(masks), dtype=torch.bool), num_nodes - 1)),
     )
 
 

@@ -23,21 +23,20 @@ WITH_WINDOWS = msgspec.structs.replace(WITH_HEAD, window=128, window_elements=10
 
 
 def test_a_shape_is_read_and_its_nodes_are_the_only_number_of_drafts() -> None:
-    assert TreeShape.read("off") is None
     shape = TreeShape.read("3x6:16")
     assert shape == TreeShape(width=3, depth=6, num_nodes=16)
     assert (shape.num_computed, shape.num_candidates) == (15, 48)
     spec = resolve(make_options(spec_tree="3x6:16"), WITH_HEAD, LAPTOP).settings.spec
-    assert (spec.spec, spec.tiers, spec.widths, spec.tree) == ("eagle3", (15,), (1, 16), shape)
+    assert (spec.spec, spec.tiers, spec.widths, spec.trees) == ("eagle3", (15,), (1, 16), (shape,))
     assert resolve(make_options(spec_tree="1x62:63", max_model_len=8), WITH_HEAD, LAPTOP).settings.spec.tiers == (62,)
-    assert resolve(make_options(spec="off"), WITH_HEAD, LAPTOP).settings.spec.tree is None
+    assert resolve(make_options(spec="off"), WITH_HEAD, LAPTOP).settings.spec.trees == ()
 
 
 @pytest.mark.parametrize(
     ("given", "fact"),
     [
-        ("3", "Use off, or WIDTHxDEPTH:NODES, such as 3x6:16."),
-        ("0x3:4", "Use off, or WIDTHxDEPTH:NODES, such as 3x6:16."),
+        ("3", "Use off, auto, or WIDTHxDEPTH:NODES, such as 3x6:16."),
+        ("0x3:4", "Use off, auto, or WIDTHxDEPTH:NODES, such as 3x6:16."),
         ("8x8:64", "a tree has 2 to 63 nodes"),
         ("1x1:1", "a tree has 2 to 63 nodes"),
         ("2x1:4", "its levels have 2 candidates"),
@@ -70,6 +69,5 @@ def test_what_cannot_have_trees_is_refused(model: ModelFacts, given: dict[str, A
 
 
 def test_layers_with_a_window_in_common_pages_may_have_trees() -> None:
-    assert (
-        resolve(make_options(spec_tree="3x6:16", window_pages=0), WITH_WINDOWS, LAPTOP).settings.spec.tree is not None
-    )
+    spec = resolve(make_options(spec_tree="3x6:16", window_pages=0), WITH_WINDOWS, LAPTOP).settings.spec
+    assert spec.trees == (TreeShape(3, 6, 16),)

@@ -7,14 +7,15 @@ from collections import Counter
 import pytest
 import torch
 
-from hiserve.kernels import draft_reference, step_reference
+from hiserve.kernels import step_reference, tree_reference
 from hiserve.kernels.noise import gumbel
 from tests.helpers.interpreted import run_interpreted
 from tests.helpers.step_cases import StepCase, random_case, with_trees
 
 PROGRAM = """
 import torch
-from hiserve.kernels import draft_reference, step_inputs, step_reference, step_triton, trees
+from hiserve.kernels import step_inputs, step_reference, step_triton, tree_growth, tree_reference, trees
+from tests.helpers.grown_trees import SHAPES, grow_trees, logits_of
 from tests.helpers.step_cases import filled, random_case, with_trees
 
 torch.set_num_threads(1)
@@ -45,13 +46,15 @@ while num_cases < 12:
     step_triton.move(moved, slots, starts, path, counts)
     assert all(torch.equal(*both) for both in zip(pools, moved, strict=True)), (slots, path, counts)
 assert num_walked > 3, num_walked
-logits = torch.randn(2, 2, 2100, generator=generator)
-logits[0, 0, : 2090] = -torch.inf
-draws = torch.tensor([0.0, 0.8]).double(), torch.tensor([5, 2**40]), torch.tensor([0, 1]), torch.tensor([7, 9])
-for noise in (None, draws):
-    (chances, tokens), (twin_chances, twin_tokens) = (each.likeliest(logits, noise, 4) for each in (trees, draft_reference))
-    assert torch.equal(tokens, twin_tokens)
-    torch.testing.assert_close(chances, twin_chances)
+tree_growth._SCORE_BLOCK = 32
+for shape in SHAPES:
+    logits = logits_of(shape, 70, generator, torch.float32)
+    logits[-1][0, :66] = -torch.inf
+    for is_greedy in (True, False):
+        grown, expected = (grow_trees(ops, shape, logits, is_greedy=is_greedy) for ops in (tree_growth, tree_reference))
+        for ours, theirs in zip(grown.words(), expected.words(), strict=True):
+            assert torch.equal(ours, theirs), (shape, is_greedy, ours, theirs)
+        torch.testing.assert_close(grown.candidates.worth, expected.candidates.worth)
 """
 
 
@@ -110,7 +113,7 @@ def test_candidates_are_the_highest_of_logits_with_the_noise_of_their_position()
     seed, choice, position = torch.tensor([3, 4]), torch.tensor([0, 2]), torch.tensor([11, 12])
     noise = gumbel(seed, choice, position, step_reference.SAMPLE_STREAM, 50)
     scores = logits + (temperature[:, None] * noise)[:, None]
-    chances, tokens = draft_reference.likeliest(logits, (temperature, seed, choice, position), 4)
+    chances, tokens = tree_reference.likeliest(logits, (temperature, seed, choice, position), 4)
     for row in range(2):
         for node in range(3):
             mine = scores[row, node].softmax(-1)
@@ -121,7 +124,7 @@ def test_candidates_are_the_highest_of_logits_with_the_noise_of_their_position()
         logits[1], *(each[1:].repeat(3) for each in (temperature, seed, choice, position)), None
     )
     assert torch.equal(tokens[1, :, 0], drawn)
-    plain = draft_reference.likeliest(logits, None, 4)
+    plain = tree_reference.likeliest(logits, None, 4)
     assert torch.equal(plain[1][0], tokens[0]) and not torch.equal(plain[1][1], tokens[1])
 
 

@@ -46,7 +46,7 @@ def with_graphs(subject: Drafted, max_draft: int = STEPS, capture: RecordedCaptu
     rows.ops = proposer._step_ops = recordable_ops()
     proposer._attention = RecordableAttention(proposer._attention)
     attention, capture = RecordableAttention(eager._attention), capture or RecordedCapture()
-    drafts = DraftCapture(proposer, capture, max_draft=max_draft)  # type: ignore[arg-type]
+    drafts = DraftCapture(proposer, capture, range(1 + max_draft))  # type: ignore[arg-type]
     dispatch._full = {
         width: GraphRunner(
             eager._model,

@@ -68,7 +68,7 @@ def test_one_graph_accepts_every_path_of_a_tree() -> None:
     """It moves the keys and values of the path and no others."""
     num_nodes, known, page = len(PARENTS), 6, 4
     storage = torch.zeros((2, 2, 20 * page, 1, 3))
-    rows = DeviceRows(1, 60, page, 20, "cpu", max_draft=14, tree=TreeShape(4, 5, num_nodes), storages=[storage])
+    rows = DeviceRows(1, 60, page, 20, "cpu", max_draft=14, max_depth=5, storages=[storage])
     paths: list[list[int]] = [[0]]
     for node in range(1, num_nodes):
         paths.append([*paths[PARENTS[node]], node])

@@ -12,7 +12,8 @@ import pytest
 
 from hiserve.core.startup_measurements import StepCosts
 from hiserve.spec import adaptive
-from hiserve.spec.adaptive import DWELL_STEPS, Acceptance, DraftController, Times
+from hiserve.spec.acceptance import Acceptance
+from hiserve.spec.adaptive import DWELL_STEPS, DraftController, Times
 from tests.helpers.step_costs import step_costs
 from tests.helpers.widening import in_turn, usual
 
@@ -104,12 +105,12 @@ def run(
     controller = DraftController(believed or costs)
     rng = np.random.default_rng(seed)
     flying: deque[tuple[np.ndarray, np.ndarray, int, float | None]] = deque()
-    seconds, fixed = np.zeros(len(phases)), np.zeros((len(phases), costs.max_draft + 1))
+    seconds, fixed = np.zeros(len(phases)), np.zeros((len(phases), costs.max_chain + 1))
     chosen, kept, following = [], [], 0
     for number, phase in enumerate(phases):
         tokens = 1 + np.append(0.0, np.cumprod(phase.chances).cumsum())
         for rows in np.broadcast_to(phase.rows, phase.steps).tolist():
-            num_draft, following = following, controller.choose(np.full(rows, costs.max_draft, np.int32), CONTEXT)
+            num_draft, following = following, controller.choose(np.full(rows, costs.max_chain, np.int32), CONTEXT)
             chosen.append(following)
             kept.append(controller.num_draft)
             bucket = costs.bucket(rows)
@@ -266,9 +267,9 @@ def test_what_one_batch_keeps_holds_no_other_back() -> None:
         draft=np.zeros(2),
     )
     controller, one, many = DraftController(two), np.array([1], np.int32), np.ones(8, np.int32)
-    controller._acceptance.chances[0] = 0.7
+    controller._acceptance._kinds[0].after[0] = 0.7
     assert controller.choose(one, 0.0) == controller.num_draft == 1
-    controller._acceptance.chances[0] = 0.58
+    controller._acceptance._kinds[0].after[0] = 0.58
     for _ in range(DWELL_STEPS):
         controller.choose(one, 0.0)
         assert controller.num_draft == 1
@@ -281,11 +282,11 @@ def test_a_small_gain_changes_nothing_soon_and_something_late() -> None:
     allowed, one = np.array([1], np.int32), np.array([1], np.int32)
     for _ in range(100):  # accepted seven times in ten: 1.7 tokens in 1.6 s, 6 % more
         controller.record(one, one + 1, 1, 0.0, None)
-    controller._acceptance.chances[0] = 0.7
+    controller._acceptance._kinds[0].after[0] = 0.7
     controller._age[0] = 0
     steps = [controller.choose(allowed, 0.0) and controller.num_draft for _ in range(40)]
     assert steps.index(1) == DWELL_STEPS - 1
-    controller._acceptance.chances[0] = 0.55  # 1.55 tokens: with no drafts 3 % more
+    controller._acceptance._kinds[0].after[0] = 0.55  # 1.55 tokens: with no drafts 3 % more
     kept = []
     for _ in range(400):
         controller.choose(allowed, 0.0)

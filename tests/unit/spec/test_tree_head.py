@@ -10,9 +10,9 @@ from torch import Tensor
 
 from hiserve.config.settings import TreeShape
 from hiserve.core.drafts import DraftChain, DraftLayout
-from hiserve.kernels.draft_ops import draft_ops_for
+from hiserve.kernels.draft_ops import DraftNodes, draft_ops_for
 from hiserve.runners.device_rows import DeviceRows
-from hiserve.spec.head import DraftNodes, HeadProposer
+from hiserve.spec.head import HeadProposer
 from hiserve.spec.tree_head import TreeProposer
 
 MAX_LEN, VOCAB, FREE = 20, 50, -7
@@ -27,20 +27,21 @@ class DrawnHead:
     def __init__(self, generator: torch.Generator) -> None:
         self._generator = generator
 
-    def compute(self, chain: DraftChain, nodes: DraftNodes) -> tuple[Tensor, Tensor]:
-        count = nodes.tokens.shape[0] * nodes.num_last
+    def compute(self, chain: DraftChain, nodes: DraftNodes, states: Tensor) -> tuple[Tensor, Tensor]:
+        count = nodes.tokens.numel()
+        assert states.index_select(0, nodes.sources.flatten()).shape == (count, 1)
         return torch.randn((count, VOCAB), generator=self._generator), torch.zeros((count, 1))
 
 
 @pytest.mark.parametrize("shape", [TreeShape(*shape) for shape in SHAPES.values()], ids=list(SHAPES))
 def test_drafts_are_written_in_slots_of_their_own_row_alone(shape: TreeShape) -> None:
     generator = torch.Generator().manual_seed(2)
-    rows = DeviceRows(5, MAX_LEN, 4, 40, "cpu", max_draft=shape.num_nodes - 1, tree=shape)
+    rows = DeviceRows(5, MAX_LEN, 4, 40, "cpu", max_draft=shape.num_nodes - 1, max_depth=shape.depth)
     assert rows.state.trees is not None
     rows.tokens[1:] = FREE
     rows.state.trees.masks[1:] = 1
     head = cast(HeadProposer, DrawnHead(generator))
-    proposer = TreeProposer(head, shape, rows.state, rows.sampling, draft_ops_for(rows.device))
+    proposer = TreeProposer(head, [shape], rows.state, rows.sampling, draft_ops_for(rows.device))
     positions = {1: 9, 2: MAX_LEN - 2, 3: MAX_LEN, 4: 5}  # of which the last is illegal
     chain = DraftChain(
         rows=torch.tensor([*positions]),
@@ -51,7 +52,7 @@ def test_drafts_are_written_in_slots_of_their_own_row_alone(shape: TreeShape) ->
         layout=DraftLayout.uniform(4, 1, MAX_LEN, rows.device),
         is_static=False,
     )
-    proposer.draft(chain, is_greedy=True)
+    proposer.draft(chain, shape, is_greedy=True)
     for row, position in positions.items():
         end = position if row == 4 else min(position + shape.num_nodes - 1, MAX_LEN)
         is_draft = (torch.arange(MAX_LEN) >= position) & (torch.arange(MAX_LEN) < end)

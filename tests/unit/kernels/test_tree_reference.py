@@ -15,7 +15,7 @@ from hiserve.config.settings import MAX_TREE_NODES
 from hiserve.core.forward import ForwardInputs
 from hiserve.kernels import step_reference
 from hiserve.kernels.step_ops import RowTensors, TreeTensors
-from hiserve.spec.tree import DraftTree, Level, beam, build_tree, first_level, next_level
+from hiserve.kernels.tree_reference import DraftTree, Level, beam, build_tree, first_level, next_level
 from tests.helpers.models import Engine, save_llama
 from tests.helpers.plans import HandPlanner
 
@@ -201,7 +201,7 @@ def walk(tree: DraftTree, drawn: Tensor, max_depth: int) -> tuple[list[int], lis
     num_trees, num_nodes = tree.masks.shape
     nothing, lengths = torch.zeros((num_trees, 1), dtype=torch.int32), torch.ones(num_trees, dtype=torch.int64)
     tokens = torch.cat((nothing, tree.drafts.int()), 1)
-    trees = TreeTensors(tree.masks, max_depth)
+    trees = TreeTensors(tree.masks, lengths > 1, max_depth)
     state = RowTensors(tokens, lengths - 1, lengths, nothing, nothing, nothing[:, 0], trees=trees)
     counts, path = step_reference.walk(drawn, torch.arange(num_trees), lengths * (num_nodes - 1), state)
     assert path.shape == (num_trees, max_depth + 1)
@@ -265,7 +265,7 @@ def test_a_walk_along_a_chain_counts_as_the_acceptance_of_drafts_does() -> None:
     drawn = torch.randint(2, (200, 5), generator=generator)
     tokens = torch.randint(2, (200, 20), generator=generator, dtype=torch.int32)
     nothing, lengths = torch.zeros((200, 1), dtype=torch.int32), torch.full((200,), 3)
-    chains = TreeTensors(torch.tensor([1, 3, 7, 15, 31]).expand(200, -1), 4)
+    chains = TreeTensors(torch.tensor([1, 3, 7, 15, 31]).expand(200, -1), lengths == 0, 4)
     state = RowTensors(tokens, lengths - 1, lengths, nothing, nothing, nothing[:, 0], trees=chains)
     num_draft = torch.arange(200) % 5  # the other nodes are none of a row's
     counts, path = step_reference.walk(drawn, torch.arange(200), num_draft, state)
