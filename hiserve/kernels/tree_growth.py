@@ -30,7 +30,7 @@ class _Noise(NamedTuple):
 class _Found(NamedTuple):
     """The best entries of parts of the vocabulary, and of each part the highest score and the sum of exponentials below it."""
 
-    values: Tensor
+    scores: Tensor
     entries: Tensor
     sums: Tensor
 
@@ -159,14 +159,14 @@ def _find_candidates(  # type: ignore[no-untyped-def]
     start_next(IS_EARLY)
     await_previous(IS_EARLY)
     entry = part * BLOCK + tl.arange(0, BLOCK)
-    x = tl.load(logits + row * size + entry, mask=entry < size, other=-float("inf")).to(found.values.dtype.element_ty)
+    x = tl.load(logits + row * size + entry, mask=entry < size, other=-float("inf")).to(found.scores.dtype.element_ty)
     if noise is not None:
         its = row // num_each
         scale = tl.load(noise.temperature + its)
         if scale > 0:
             position = tl.load(positions + its) + depth
             words = noise_words(tl.load(noise.seed + its), tl.load(noise.choice + its), position, STREAM, part, BLOCK)
-            x += (gumbel(words) * scale).to(found.values.dtype.element_ty)
+            x += (gumbel(words) * scale).to(found.scores.dtype.element_ty)
     x = tl.where(x != x, -float("inf"), x)
     top = tl.max(x, 0)
     base = tl.where(top == -float("inf"), 0.0, top)
@@ -177,7 +177,7 @@ def _find_candidates(  # type: ignore[no-untyped-def]
     for index in range(count):
         best = tl.max(tl.where(is_left, x, -float("inf")), 0)
         first = tl.min(tl.where(is_left & (x == best), entry, 2147483647), 0)
-        tl.store(found.values + place * count + index, tl.where(first < size, best, -float("inf")))
+        tl.store(found.scores + place * count + index, tl.where(first < size, best, -float("inf")))
         tl.store(found.entries + place * count + index, first)
         is_left = is_left & (entry != first)
 
@@ -253,7 +253,7 @@ def _join_parts(  # type: ignore[no-untyped-def]
     below = tl.load(at + 1, mask=part < num_parts, other=0.0)
     total = tl.sum(below * tl.exp(tl.where(top == -float("inf"), base, top) - base), 0)
     is_left = index < num_parts * count
-    value = tl.load(found.values + row * num_parts * count + index, mask=is_left, other=-float("inf"))
+    value = tl.load(found.scores + row * num_parts * count + index, mask=is_left, other=-float("inf"))
     entry = tl.load(found.entries + row * num_parts * count + index, mask=is_left, other=2147483647)
     for number in range(count):
         best = tl.max(tl.where(is_left, value, -float("inf")), 0)

@@ -17,6 +17,7 @@ from hiserve.core.activation import GELU_TANH, Activation
 from hiserve.core.forward import LayerKV
 from hiserve.core.quantization import QuantSpec
 from hiserve.core.row_shapes import PACKED_V4, PackedPages, packed_key
+from hiserve.config.settings import TreeShape
 from hiserve.kernels import (
     attention_decode,
     compressed_fused,
@@ -48,6 +49,7 @@ from tests.helpers.compiled import Compiled, launched_kernels
 from tests.helpers.compressed_cases import CompressedStep
 from tests.helpers.delta_cases import Chunk, Layer, nan_pools, random_inputs, random_weights
 from tests.helpers.draft_cases import draft_case
+from tests.helpers.grown_trees import grow_trees, logits_of
 from tests.helpers.latent_case import pack_latents
 from tests.helpers.packed_cases import random_4, random_8
 from tests.helpers.step_cases import copied, random_case, with_trees
@@ -365,7 +367,7 @@ def advance_states() -> None:
 
 
 def walk_trees() -> None:
-    """A step whose rows verify trees: inputs, the walk, the move of keys and values in 16 bits and of bytes; candidates of a head."""
+    """A step whose rows verify trees: inputs, the walk, the move of keys and values in 16 bits and of bytes; the growth of trees."""
     generator, case = torch.Generator().manual_seed(1), None
     while case is None or not len(case.inputs.sampling):
         case = with_trees(generator, random_case(generator))
@@ -375,9 +377,9 @@ def walk_trees() -> None:
     starts = made.forward.qo_indptr[: len(counts)]
     storages = [torch.zeros(2, 2, 704, 2, 64, dtype=BF16), torch.zeros(1, 1, 704, 1, 3, dtype=torch.uint8)]
     step_triton.move(storages, made.forward.slots, starts, path, counts)
-    number = torch.zeros(2, dtype=torch.int64)
-    for noise in (None, (torch.ones(2, dtype=torch.float64), number, number, number)):
-        draft_triton.likeliest(torch.zeros(2, 3, 5000, dtype=BF16), noise, 3)
+    shape = TreeShape(3, 6, 16)
+    for is_greedy in (True, False):
+        grow_trees(draft_triton, shape, logits_of(shape, 5000, generator, BF16), is_greedy=is_greedy)
 
 
 FEW = {"few_packed._gate_kernel", "few_packed._down_kernel"}
@@ -425,7 +427,8 @@ RUNS: dict[str, tuple[Callable[[], None], set[str]]] = {
     "trees": (
         walk_trees,
         {f"step_inputs.{name}" for name in ("_check_rows", "_place_tokens")}
-        | {f"trees.{name}" for name in ("_walk_rows", "_move_rows", "_find_candidates", "_join_candidates")},
+        | {f"trees.{name}" for name in ("_walk_rows", "_move_rows")}
+        | {f"tree_growth.{name}" for name in ("_find_candidates", "_grow_level", "_write_trees")},
     ),
     "attention to trees": (lambda: attend_trees((700, 9), (2000, 70)), DECODED | EXTENDED),
     "draft": (
