@@ -7,8 +7,8 @@ from typing import Any
 import msgspec
 import pytest
 
-from hiserve.config.options import make_options
-from hiserve.config.settings import TreeShape
+from hiserve.config.options import AUTO_TIERS, make_options
+from hiserve.config.settings import AUTO_TREES, TreeShape
 from hiserve.core.kv_groups import CarriedBytes
 from hiserve.core.resolve import resolve
 from hiserve.core.step_memory import ModelFacts
@@ -71,3 +71,32 @@ def test_what_cannot_have_trees_is_refused(model: ModelFacts, given: dict[str, A
 def test_layers_with_a_window_in_common_pages_may_have_trees() -> None:
     spec = resolve(make_options(spec_tree="3x6:16", window_pages=0), WITH_WINDOWS, LAPTOP).settings.spec
     assert spec.trees == (TreeShape(3, 6, 16),)
+
+
+def test_auto_chooses_among_chains_and_trees() -> None:
+    spec = resolve(make_options(spec_tree="auto"), WITH_HEAD, LAPTOP).settings.spec
+    assert (spec.trees, spec.chains) == (AUTO_TREES, AUTO_TIERS)
+    assert spec.tiers == (0, 1, 2, 3, 5, 7, 15) and spec.widths == (1, 2, 3, 4, 6, 8, 16)
+    assert spec.max_depth == 6 == max(tree.depth for tree in AUTO_TREES)
+
+
+@pytest.mark.parametrize(
+    ("model", "given", "fact"),
+    [
+        (NANO, {}, "no head came with the model"),
+        (WITH_HEAD, {"spec": "ngram"}, "trees are grown by a head"),
+        (WITH_HEAD, {"spec_steps": 3}, "--spec-steps is 3"),
+        (WITH_HEAD, {"tp": 2}, "--tp is 2"),
+        (WITH_HEAD, {"exact": True}, "--exact is given"),
+        (WITH_HEAD, {"max_model_len": 32}, "requests of 32 tokens are too short"),
+        (LATENT, {}, "latents or rows of several kinds"),
+        (WITH_STATES, {}, "rows carry states along"),
+        (WITH_WINDOWS, {}, "layers with a window have pages of their own"),
+    ],
+)
+def test_auto_is_chains_where_there_are_no_trees_and_says_why(model: ModelFacts, given: dict[str, Any], fact: str) -> None:
+    resolved = resolve(make_options(spec_tree="auto", **given), model, LAPTOP)
+    spec = resolved.settings.spec
+    assert (spec.spec_tree, spec.trees, spec.max_depth) == ("off", (), 0)
+    assert any(line.startswith("--spec-tree auto -> off: ") and fact in line for line in resolved.decisions)
+    assert spec.tiers == resolve(make_options(**given), model, LAPTOP).settings.spec.tiers

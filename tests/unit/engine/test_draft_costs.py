@@ -13,6 +13,7 @@ import torch
 from hiserve import LLM
 from hiserve.cache.storage.device import DevicePool
 from hiserve.config.options import MAX_SPEC_STEPS
+from hiserve.config.settings import AUTO_TREES
 from hiserve.core.kv_groups import CacheGroupSpec
 from hiserve.core.plan import BatchPlan
 from hiserve.core.startup_measurements import StartupMeasurements
@@ -85,6 +86,26 @@ def test_a_step_behind_which_nothing_is_drafted_costs_what_it_takes_then(
         executor = engine_of(llm)._executor
         costs = DraftTimer(executor._runners, executor._rows, pools[0], 300).measure((0, 1, 3), 1)  # type: ignore[attr-defined]
     assert costs.follow == [[1.0, 4.0, 6.0]]
+
+
+def test_the_growth_of_trees_is_measured_apart_from_the_first_forward(
+    monkeypatch: pytest.MonkeyPatch, pools: list[DevicePool]
+) -> None:
+    def took(_meter: DraftTimer, _num_rows: int, num_draft: int, num_propose: int, *_context: int) -> _Seconds:
+        return _Seconds(10.0 + num_draft, 1.0 + num_draft + (5.0 * num_propose if num_propose > 3 else num_propose))
+
+    monkeypatch.setattr(DraftTimer, "_time", took)
+    with LLM(**SETTINGS | pool(16) | {"host_cache_gib": 0, "spec": "ngram", "spec_steps": 3}) as llm:
+        executor = engine_of(llm)._executor
+        timer = DraftTimer(executor._runners, executor._rows, pools[0], 300)  # type: ignore[attr-defined]
+        costs = timer.measure((0, 1, 3, 7, 15), 1, AUTO_TREES)
+    assert (costs.num_chains, costs.max_chain, costs.tree_depths) == (3, 3, [4, 6])
+    assert costs.follow == [[1.0, 3.0, 5.0, 9.0, 17.0]]
+    assert costs.draft == [1.0]  # of two after the first
+    assert costs.grow == [[34.0, 74.0]]
+    assert costs.extend_s(0, 0.0).tolist() == [0.0, 0.0, 2.0, 34.0, 74.0]
+    longer = costs.extend_s(0, 100.0) - costs.extend_s(0, 0.0)
+    assert longer.tolist() == [100 * costs.draft_token * forwards for forwards in (0, 0, 2, 3, 5)]
 
 
 def test_each_row_has_tokens_and_drafts_of_its_own(monkeypatch: pytest.MonkeyPatch, pools: list[DevicePool]) -> None:

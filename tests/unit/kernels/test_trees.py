@@ -7,8 +7,10 @@ from collections import Counter
 import pytest
 import torch
 
+from hiserve.config.settings import TreeShape
 from hiserve.kernels import step_reference, tree_reference
 from hiserve.kernels.noise import gumbel
+from tests.helpers.grown_trees import SHAPES, grow_trees, logits_of
 from tests.helpers.interpreted import run_interpreted
 from tests.helpers.step_cases import StepCase, random_case, with_trees
 
@@ -126,6 +128,52 @@ def test_candidates_are_the_highest_of_logits_with_the_noise_of_their_position()
     assert torch.equal(tokens[1, :, 0], drawn)
     plain = tree_reference.likeliest(logits, None, 4)
     assert torch.equal(plain[1][0], tokens[0]) and not torch.equal(plain[1][1], tokens[1])
+
+
+@pytest.mark.parametrize("shape", SHAPES[:2], ids=str)
+def test_a_level_has_the_likeliest_tokens_after_the_best_nodes_of_the_one_before(shape: TreeShape) -> None:
+    """Node by node: worth, parents, masks, and the row of logits that each was found in."""
+    logits = logits_of(shape, 30, torch.Generator().manual_seed(6), torch.float64)
+    grown, width = grow_trees(tree_reference, shape, logits, is_greedy=True), shape.width
+    for tree in range(4):
+        before, paths = [(-1, 1.0, tree, 0)], dict[int, int]()  # candidate, worth, row of logits, nodes on its path
+        for depth, level in enumerate(logits):
+            found, first = [], grown.candidates.places(depth).start
+            for parent, worth, source, seen in before:
+                chances = level[source].softmax(-1)
+                for token in chances.argsort(descending=True)[:width].tolist():
+                    number = first + len(found)
+                    assert int(grown.candidates.tokens[tree, number]) == token
+                    assert int(grown.candidates.parents[tree, number]) == parent
+                    assert float(grown.candidates.worth[tree, number]) == pytest.approx(worth * float(chances[token]))
+                    found.append((number, worth * float(chances[token]), source, seen))
+            best = sorted(found, key=lambda each: -each[1])[:width]
+            before = []
+            for place, (number, worth, source, seen) in enumerate(best if depth + 1 < shape.depth else []):
+                nodes, paths[number] = grown.nodes[depth], seen | 1 << (depth * width + place)
+                assert int(nodes.candidates[tree, place]) == number
+                assert int(nodes.tokens[tree, place]) == int(grown.candidates.tokens[tree, number])
+                assert (int(nodes.sources[tree, place]), int(nodes.masks[tree, place])) == (source, paths[number])
+                before.append((number, worth, tree * width + place, paths[number]))
+
+
+@pytest.mark.parametrize("shape", SHAPES, ids=str)
+def test_a_row_that_gets_a_chain_gets_the_best_path_and_an_illegal_one_nothing(shape: TreeShape) -> None:
+    logits = logits_of(shape, 30, torch.Generator().manual_seed(8), torch.float64)
+    grown = grow_trees(tree_reference, shape, logits, is_greedy=True)
+    found, trees = grown.candidates, grown.state.trees
+    assert trees is not None
+    last = found.places(shape.depth - 1)
+    node, path = last.start + int(found.worth[1, last].argmax()), list[int]()
+    while node >= 0:
+        path.insert(0, int(found.tokens[1, node]))
+        node = int(found.parents[1, node])
+    path = path[: shape.num_draft]
+    assert grown.state.tokens[2, 7 : 7 + len(path)].tolist() == path
+    assert (grown.state.tokens[2, 7 + len(path) :] == -7).all()
+    assert trees.masks[2, : shape.num_nodes].tolist() == [(2 << node) - 1 for node in range(shape.num_nodes)]
+    assert (grown.state.tokens[3] == -7).all() and not trees.masks[3].any()
+    assert (grown.state.tokens[4, : shape.num_draft] != -7).all() and (grown.state.tokens[4, shape.num_draft :] == -7).all()
 
 
 def test_triton_does_what_the_twins_do() -> None:
