@@ -33,7 +33,9 @@ BARS = {"tokens a step": {0.0: 1.15, 0.8: 1.1}, "speed": 1.1, "auto": 0.97}
 Cell = dict[str, float]
 
 
-def measure(engine: LLM, batches: list[int], temperatures: list[float], num_new: int, repeats: int) -> Iterator[dict[str, Any]]:
+def measure(
+    engine: LLM, batches: list[int], temperatures: list[float], num_new: int, repeats: int
+) -> Iterator[dict[str, Any]]:
     """Yields for each batch and temperature the cells of each number of drafts; the first run of each does not count."""
     modes = [*map(str, engine.settings.spec.tiers), AUTO]
     prompts = read_prompts(engine.settings, SweepOptions(batches=tuple(batches), prompt_length=128))
@@ -80,8 +82,15 @@ def main() -> int:
     parser.add_argument("--repeats", type=int, default=5)
     given = parser.parse_args()
     sizes = TINY if given.tiny else FULL
-    settings: dict[str, Any] = {"device": "cpu"} if given.tiny else {"device": "cuda", "dtype": "bfloat16", "graphs": "decode"}
-    settings |= {"max_model_len": 512, "max_running_requests": max(given.batches), "host_cache_gib": 0, "kv_pages": 5000}
+    settings: dict[str, Any] = (
+        {"device": "cpu"} if given.tiny else {"device": "cuda", "dtype": "bfloat16", "graphs": "decode"}
+    )
+    settings |= {
+        "max_model_len": 512,
+        "max_running_requests": max(given.batches),
+        "host_cache_gib": 0,
+        "kv_pages": 5000,
+    }
     settings |= {"spec": "eagle3", "spec_tree": "auto"} | ({} if given.tiny else {"attention_backend": "triton"})
     with tempfile.TemporaryDirectory() as folder:
         if given.nano:

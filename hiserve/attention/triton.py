@@ -87,7 +87,9 @@ class TritonAttention:
             self._short, self._num_short = _cut(inputs, 0, num_short), int(q_lens[:num_short].sum())
             self._num_extra = choose_num_extra(self._short.all_seen, heads, num_sms, self._tile)
         if num_short < len(q_lens):
-            assert not inputs.num_nodes_before, f"rows of {q_lens[-1]} tokens and {inputs.num_nodes_before} nodes before them"
+            assert not inputs.num_nodes_before, (
+                f"rows of {q_lens[-1]} tokens and {inputs.num_nodes_before} nodes before them"
+            )
             new, bounds = q_lens[num_short:], inputs.kv_bounds[num_short:]
             self._others = _Others(
                 _cut(inputs, num_short, len(q_lens)),

@@ -20,13 +20,11 @@ class Obstacle(NamedTuple):
 
 
 def obstacle_of(given: Options, model: ModelFacts, proposer: str, why_none: str) -> Obstacle | None:
-    """Returns why drafts cannot be trees; None if they can.
-
-    Args:
-        proposer: ``--spec``, resolved.
-        why_none: The reason of a proposer that was chosen, if there is one.
-    """
-    leave_one, models = "Leave one of them out.", [model.step, *([] if model.draft is None else [model.draft.step.step])]
+    """Returns why drafts of a proposer (``--spec``, resolved for the reason ``why_none``) cannot be trees; None if they can."""
+    leave_one, models = (
+        "Leave one of them out.",
+        [model.step, *([] if model.draft is None else [model.draft.step.step])],
+    )
     of_heads = "only keys and values of heads can be moved to the places of accepted drafts"
     found = {
         Obstacle(
@@ -36,18 +34,16 @@ def obstacle_of(given: Options, model: ModelFacts, proposer: str, why_none: str)
         Obstacle(
             f"--spec-steps is {given.spec.spec_steps}, which is a number of drafts too", leave_one
         ): given.spec.spec_steps != "auto",
-        Obstacle(
-            f"--tp is {given.parallel.tp}, and ranks of a group draft in chains", leave_one
-        ): given.parallel.tp > 1,
+        Obstacle(f"--tp is {given.parallel.tp}, and ranks of a group draft in chains", leave_one): given.parallel.tp
+        > 1,
         Obstacle(
             "--exact is given, and drafts of trees lie in other slots than the tokens that they become", leave_one
         ): given.runner.exact,
         Obstacle(
             f"latents or rows of several kinds are stored, and {of_heads}", "Leave it out: drafts are chains then."
         ): any(each.latent_elements for each in models),
-        Obstacle(
-            f"rows carry states along, and {of_heads}", "Leave it out: drafts are chains then."
-        ): model.carried is not None,
+        Obstacle(f"rows carry states along, and {of_heads}", "Leave it out: drafts are chains then."): model.carried
+        is not None,
         Obstacle(
             "layers with a window have pages of their own, in which accepted drafts cannot be moved",
             "Use --window-pages 0, or leave --spec-tree out.",
@@ -56,14 +52,10 @@ def obstacle_of(given: Options, model: ModelFacts, proposer: str, why_none: str)
     return next((obstacle for obstacle, is_so in found.items() if is_so), None)
 
 
-def choose_trees(
-    given: Options, model: ModelFacts, length: int, proposer: str, why_none: str
-) -> tuple[str, str]:
+def choose_trees(given: Options, model: ModelFacts, length: int, proposer: str, why_none: str) -> tuple[str, str]:
     """Returns ``--spec-tree``, of which ``auto`` is off where there are no trees, and the reason for that.
 
-    Args:
-        length: The longest request, in tokens.
-        proposer, why_none: As in ``obstacle_of``.
+    The longest request has ``length`` tokens; the proposer is as in ``obstacle_of``.
 
     Raises:
         ConfigError: A shape was given that cannot be made, or for which there is an obstacle.

@@ -92,9 +92,7 @@ def plan_memory(chosen: Chosen, model: ModelFacts, machine: Machine) -> MemoryPl
         free=worker.free,
         parts=parts | host if chosen.on_cpu else parts,
         host_parts={} if chosen.on_cpu else host,
-        reasons={
-            name: reason for name, reason in (reasons | of_spec | {"host_cache_gib": why}).items() if reason
-        },
+        reasons={name: reason for name, reason in (reasons | of_spec | {"host_cache_gib": why}).items() if reason},
     )
 
 

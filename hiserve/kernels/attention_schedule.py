@@ -165,7 +165,8 @@ def schedule(
 
 
 @triton.jit(  # type: ignore[untyped-decorator]
-    do_not_specialize=["num_rows", "num_extra", "num_nodes_before", "window"], do_not_specialize_on_alignment=["qo_indptr", "kv_lens"]
+    do_not_specialize=["num_rows", "num_extra", "num_nodes_before", "window"],
+    do_not_specialize_on_alignment=["qo_indptr", "kv_lens"],
 )
 def _schedule(  # type: ignore[no-untyped-def]
     qo_indptr,
@@ -184,11 +185,15 @@ def _schedule(  # type: ignore[no-untyped-def]
     await_previous(IS_EARLY)
     row = tl.program_id(0)
     share = _share(qo_indptr, kv_lens, num_rows, num_extra, num_nodes_before, window, KEYS, HIDES_FIRST)
-    first_block, num_blocks, kv_len = _seen_blocks(qo_indptr, kv_lens, row, num_rows, num_nodes_before, window, KEYS, HIDES_FIRST)
+    first_block, num_blocks, kv_len = _seen_blocks(
+        qo_indptr, kv_lens, row, num_rows, num_nodes_before, window, KEYS, HIDES_FIRST
+    )
     place = tl.zeros([_BLOCK], tl.int32)
     for start in range(0, num_rows, _BLOCK):
         other = start + tl.arange(0, _BLOCK)
-        _, others_blocks, _ = _seen_blocks(qo_indptr, kv_lens, other, num_rows, num_nodes_before, window, KEYS, HIDES_FIRST)
+        _, others_blocks, _ = _seen_blocks(
+            qo_indptr, kv_lens, other, num_rows, num_nodes_before, window, KEYS, HIDES_FIRST
+        )
         is_before = (others_blocks > num_blocks) | ((others_blocks == num_blocks) & (other < row))
         place += tl.where(is_before, (others_blocks - 1) // share + 1, 0)
     first_token = tl.load(qo_indptr + row)

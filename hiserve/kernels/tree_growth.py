@@ -103,12 +103,10 @@ def grow(
     return nodes
 
 
-def write_trees(
-    candidates: TreeCandidates, rows: Tensor, legal: Tensor, positions: Tensor, state: RowTensors
-) -> None:
+def write_trees(candidates: TreeCandidates, rows: Tensor, legal: Tensor, positions: Tensor, state: RowTensors) -> None:
     assert state.trees is not None, "rows without trees"
-    trees, (width, depth, num_nodes) = state.trees, candidates.shape
-    size = candidates.shape.num_candidates
+    trees, shape = state.trees, candidates.shape
+    size = shape.num_candidates
     _write_trees[(rows.shape[0],)](
         _Candidates(candidates.worth, candidates.tokens, candidates.parents),
         rows,
@@ -121,10 +119,10 @@ def write_trees(
         state.tokens.shape[1],
         trees.masks.shape[1],
         size,
-        candidates.places(depth - 1).start,
-        depth,
-        num_nodes,
-        BLOCK=triton.next_power_of_2(max(size, num_nodes)),
+        candidates.places(shape.depth - 1).start,
+        shape.depth,
+        shape.num_nodes,
+        BLOCK=triton.next_power_of_2(max(size, shape.num_nodes)),
         num_warps=1 if size <= 128 else 4,
         **early_launch(rows.device),
     )
@@ -212,7 +210,9 @@ def _grow_level(  # type: ignore[no-untyped-def]
             parent = tl.load(before.candidates + number * width + each)
             share = tl.load(worth + parent)
         at = start + each * width
-        _join_parts(found, number * num_each + each, num_parts, width, worth + at, tokens + at, share, MAX_PARTS, MAX_VALUES)
+        _join_parts(
+            found, number * num_each + each, num_parts, width, worth + at, tokens + at, share, MAX_PARTS, MAX_VALUES
+        )
         index = tl.arange(0, BLOCK)
         tl.store(candidates.parents + number * num_candidates + at + index, parent, mask=index < width)
     if nodes is not None:

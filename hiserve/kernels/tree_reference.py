@@ -143,9 +143,7 @@ def grow(
     )
 
 
-def write_trees(
-    candidates: TreeCandidates, rows: Tensor, legal: Tensor, positions: Tensor, state: RowTensors
-) -> None:
+def write_trees(candidates: TreeCandidates, rows: Tensor, legal: Tensor, positions: Tensor, state: RowTensors) -> None:
     assert state.trees is not None, "rows without trees"
     shape, row_len = candidates.shape, state.tokens.shape[1]
     tree = build_tree([_level(candidates, depth) for depth in range(shape.depth)], shape.num_nodes)

@@ -86,7 +86,9 @@ class TierAcceptance:
         self._kinds = [Acceptance(costs.max_chain)]  # of chains, then of each tree
         for index, depth in enumerate(costs.tree_depths):
             self._kinds.append(Acceptance(depth, self._kinds[-1], 1.0 if index else TREE_CANDIDATES))
-        self._verified = self._last = 0  # the kind of the last two equal steps, which no probe was; that of the last step
+        self._verified = self._last = (
+            0  # the kind of the last two equal steps, which no probe was; that of the last step
+        )
 
     def add(self, tier: int, num_draft: Int32Array, counts: Int32Array) -> None:
         """Records a step that verified one of the C tiers; int32 ``[S]`` drafts of each row, and those accepted + 1.
@@ -133,7 +135,9 @@ class TierAcceptance:
         after, verified = self._kinds[kind].after, self._kinds[self._verified].after
         if kind == self._verified:
             return after
-        within: FloatArray = (np.minimum if kind < self._verified else np.maximum)(after, _resized(verified, after.size))
+        within: FloatArray = (np.minimum if kind < self._verified else np.maximum)(
+            after, _resized(verified, after.size)
+        )
         return within
 
 

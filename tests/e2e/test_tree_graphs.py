@@ -19,7 +19,11 @@ from tests.helpers.recorded_llm import allow_recording
 
 @pytest.mark.parametrize(
     ("tree", "graphs", "depth", "temperature"),
-    [("3x4:15", "all", 1, 0.8), ("auto", "decode", 1, 0.8), pytest.param("2x3:7", "decode", 0, 0.0, marks=pytest.mark.wide)],
+    [
+        ("3x4:15", "all", 1, 0.8),
+        ("auto", "decode", 1, 0.8),
+        pytest.param("2x3:7", "decode", 0, 0.0, marks=pytest.mark.wide),
+    ],
 )
 def test_graphs_of_trees_change_nothing(
     tree: str, graphs: str, depth: int, temperature: float, tmp_path: Path, monkeypatch: pytest.MonkeyPatch

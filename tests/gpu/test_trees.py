@@ -32,9 +32,7 @@ def test_trees_grow_as_those_of_the_twin(shape: TreeShape) -> None:
     generator = torch.Generator().manual_seed(3)
     logits = [each.cuda() for each in logits_of(shape, 128_256, generator, torch.float32)]
     for is_greedy in (True, False):
-        grown, expected = (
-            grow_trees(ops, shape, logits, is_greedy=is_greedy) for ops in (tree_growth, tree_reference)
-        )
+        grown, expected = (grow_trees(ops, shape, logits, is_greedy=is_greedy) for ops in (tree_growth, tree_reference))
         for ours, theirs in zip(grown.words(), expected.words(), strict=True):
             assert torch.equal(ours, theirs)
         torch.testing.assert_close(grown.candidates.worth, expected.candidates.worth)

@@ -1,10 +1,12 @@
 """Speculation: heads, drafts, what it costs and tells."""
 
+from hiserve.attention import cpu
 from hiserve.cache.storage import transfer
 from hiserve.engine import drafting, page_tables, planner, rows
-from hiserve.kernels import draft_reference, step_reference
+from hiserve.kernels import draft_reference, step_reference, tree_reference
 from hiserve.runners import device_rows, draft_graphs, gate, mixed, step_output
-from hiserve.spec import adaptive, head, history, rehearsed, tree_head
+from hiserve.spec import acceptance, adaptive, head, history, rehearsed, tree_head
+from tests.contract import test_attention
 from tests.e2e import (
     test_rehearsed_drafts,
     test_spec_acceptance,
@@ -18,9 +20,9 @@ from tests.e2e import (
 )
 from tests.invariants import test_reported_bugs_drafts
 from tests.unit.engine import test_drafting, test_reply_drafts
-from tests.unit.kernels import test_ngram_search
+from tests.unit.kernels import test_ngram_search, test_trees
 from tests.unit.runners import test_draft_graphs, test_static_inputs, test_tree_steps
-from tests.unit.spec import test_adaptive, test_cold, test_history, test_tree_head
+from tests.unit.spec import test_adaptive, test_cold, test_history, test_tree_choice, test_tree_head
 
 with draft_reference.draft_hidden_states, test_spec_sources.test_prompts_that_part_right_behind_a_page_keep_their_acceptance:
     "INV 45: a prompt continues after a page with the hidden states of another row"
@@ -130,10 +132,34 @@ with step_output._ahead, test_tree_steps.test_the_tokens_before_a_node_are_those
     "drafts in trees: penalties count the first nodes instead of the path"
     is_ancestor.int().argmax(2)
     depth[:, 0]
-with tree_head.TreeProposer._write, test_tree_head.test_drafts_are_written_in_slots_of_their_own_row_alone["branched"]:
+with tree_reference.write_trees, test_tree_head.test_drafts_are_written_in_slots_of_their_own_row_alone["branched"]:
     "drafts in trees: nodes past the last slot of a row are written into the next one"
-    places < tokens.shape[1]
+    places < row_len
     places >= 0
+with tree_reference.write_trees, test_trees.test_a_row_that_gets_a_chain_gets_the_best_path_and_an_illegal_one_nothing:
+    "drafts in trees: rows with a grammar get nodes of a tree"
+    torch.where(is_chain, path[:, index.clamp(max=shape.depth - 1)], tree.drafts)
+    tree.drafts
+with tree_head.TreeProposer.prepare, test_tree_matrix.test_trees_change_nothing:
+    "INV 81: a chain is verified by the masks of the tree before it"
+    self._masks.index_copy_(0, chain.rows, self._chain.expand(chain.rows.shape[0], -1))
+    pass
+with head.HeadProposer.compute, test_tree_drafts.test_a_tree_of_one_candidate_a_level_is_a_chain:
+    "drafts in trees: each level is stored in the places of the one before"
+    chain.positions + nodes.num_before
+    chain.positions
+with cpu.CpuAttention._see_trees, test_attention.test_a_node_sees_its_ancestors_that_were_computed_before:
+    "INV 36: masks count from a step's own tokens where nodes were computed before"
+    row.kv_len - row.num_new - num_before
+    row.kv_len - row.num_new
+with acceptance.TierAcceptance.add, test_tree_choice.test_trees_are_left_where_they_fail_and_found_again:
+    "drafts in trees: what is verified step after step tells nothing of other kinds"
+    other.follow(known.after / np.maximum(before, LEAST_CHANCE))
+    other.update()
+with acceptance.TierAcceptance.tokens, test_tree_choice.test_rows_with_few_drafts_get_chains_and_beside_others_count_as_chains:
+    "drafts in trees: rows that have chains are taken to have trees"
+    allowed < self._tiers[tier]
+    allowed < 0
 with draft_graphs.DraftCapture.after, test_tree_graphs.test_as_many_drafts_are_accepted_after_replays_as_after_eager_steps:
     "drafts in trees: after a replay the head gets the states of the first nodes instead of the accepted ones"
     path[:, :num_kept]

@@ -94,7 +94,9 @@ def test_auto_chooses_among_chains_and_trees() -> None:
         (WITH_WINDOWS, {}, "layers with a window have pages of their own"),
     ],
 )
-def test_auto_is_chains_where_there_are_no_trees_and_says_why(model: ModelFacts, given: dict[str, Any], fact: str) -> None:
+def test_auto_is_chains_where_there_are_no_trees_and_says_why(
+    model: ModelFacts, given: dict[str, Any], fact: str
+) -> None:
     resolved = resolve(make_options(spec_tree="auto", **given), model, LAPTOP)
     spec = resolved.settings.spec
     assert (spec.spec_tree, spec.trees, spec.max_depth) == ("off", (), 0)

@@ -13,11 +13,11 @@ from torch import Tensor
 
 from hiserve.attention.exact_triton import ExactTritonAttention
 from hiserve.attention.triton import TritonAttention
+from hiserve.config.settings import TreeShape
 from hiserve.core.activation import GELU_TANH, Activation
 from hiserve.core.forward import LayerKV
 from hiserve.core.quantization import QuantSpec
 from hiserve.core.row_shapes import PACKED_V4, PackedPages, packed_key
-from hiserve.config.settings import TreeShape
 from hiserve.kernels import (
     attention_decode,
     compressed_fused,

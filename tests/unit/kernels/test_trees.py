@@ -173,7 +173,9 @@ def test_a_row_that_gets_a_chain_gets_the_best_path_and_an_illegal_one_nothing(s
     assert (grown.state.tokens[2, 7 + len(path) :] == -7).all()
     assert trees.masks[2, : shape.num_nodes].tolist() == [(2 << node) - 1 for node in range(shape.num_nodes)]
     assert (grown.state.tokens[3] == -7).all() and not trees.masks[3].any()
-    assert (grown.state.tokens[4, : shape.num_draft] != -7).all() and (grown.state.tokens[4, shape.num_draft :] == -7).all()
+    assert (grown.state.tokens[4, : shape.num_draft] != -7).all() and (
+        grown.state.tokens[4, shape.num_draft :] == -7
+    ).all()
 
 
 def test_triton_does_what_the_twins_do() -> None:

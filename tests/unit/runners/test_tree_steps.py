@@ -8,7 +8,6 @@ from itertools import pairwise
 import numpy as np
 import torch
 
-from hiserve.config.settings import TreeShape
 from hiserve.core.plan import BatchPlan
 from hiserve.kernels import step_reference
 from hiserve.runners.device_rows import DeviceRows
