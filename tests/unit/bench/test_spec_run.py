@@ -128,7 +128,7 @@ def test_a_proposer_of_which_nothing_is_accepted_ends_the_sweep() -> None:
 @pytest.mark.parametrize(
     ("fields", "settings", "words"),
     [
-        ({"steps": ("some",)}, {}, "--steps has 'some'. Use auto, numbers from 0 to 15, or trees"),
+        ({"steps": ("some",)}, {}, "--steps has 'some'. Use auto, trees, numbers from 0 to 15, or a shape"),
         ({"steps": ("16",)}, {}, "--steps has '16'"),
         ({"steps": ("3x6:99",)}, {}, "a tree has 2 to 63 nodes"),
         ({}, {"spec_steps": 3}, "use --steps"),

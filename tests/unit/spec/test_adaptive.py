@@ -12,7 +12,7 @@ import pytest
 
 from hiserve.core.startup_measurements import StepCosts
 from hiserve.spec import adaptive
-from hiserve.spec.acceptance import Acceptance
+from hiserve.spec.acceptance import PRIOR, Acceptance
 from hiserve.spec.adaptive import DWELL_STEPS, DraftController, Times
 from tests.helpers.step_costs import step_costs
 from tests.helpers.widening import in_turn, usual
@@ -303,7 +303,7 @@ def test_probes_where_no_drafts_are_best_cost_what_they_may(rows: int, chances: 
 
 
 def test_tiers_that_are_as_good_are_probed_now_and_then() -> None:
-    controller = DraftController(plain(1.0, 1.0 + adaptive.PRIOR))
+    controller = DraftController(plain(1.0, 1.0 + PRIOR))
     chosen = [controller.choose(np.array([1], np.int32), 0.0) for _ in range(1000)]
     assert 90 <= sum(chosen) <= 101
 
