@@ -61,10 +61,10 @@ def test_every_case_is_measured_with_one_plain_engine_and_one_that_speculates() 
 
 def test_a_tree_is_measured_beside_numbers_of_drafts() -> None:
     opener = Opener(make)
-    found = run(opener, SweepOptions(proposers=("ngram",), steps=("3", "3x6:16"), **SMALL))
+    found = run(opener, SweepOptions(proposers=("ngram",), steps=("3", "3x6:16", "trees"), **SMALL))
     given = [(each["spec_steps"], each["spec_tree"]) for each in opener.settings]
-    assert given == [("auto", "off"), (3, "off"), ("auto", "3x6:16")]
-    assert {case.steps for case in found.cases} == {"3", "3x6:16"}
+    assert given == [("auto", "off"), (3, "off"), ("auto", "3x6:16"), ("auto", "auto")]
+    assert {case.steps for case in found.cases} == {"3", "3x6:16", "trees"}
 
 
 def test_plain_and_speculative_runs_take_turns() -> None:
