@@ -68,7 +68,8 @@ class Linear:
         *,
         is_after_attention: bool = False,
     ) -> None:
-        self._weight, self._bias = weight, bias
+        self._weight, self._bias, self._ops = weight, bias, ops
+        self._is_plain = False
         self._project: Callable[[Any, Any, Tensor | None], Tensor]
         if isinstance(weight, QuantizedWeight):
             self._project = partial(ops.quantized_linear, is_after_attention=is_after_attention)
@@ -76,6 +77,7 @@ class Linear:
             self._weight = torch.ops.mkldnn._reorder_linear_weight(weight)
             self._project = _packed_linear
         else:
+            self._is_plain = True
             self._project = partial(ops.linear, is_after_attention=is_after_attention)
 
     @property
@@ -89,6 +91,13 @@ class Linear:
         Inputs of a quantized weight may have any floating type, which the product has too, or come in two terms.
         """
         return self._project(x, self._weight, self._bias)
+
+    def activated(self, x: Inputs, activation: Activation, reader: QuantizedWeight | None) -> Inputs:
+        """Projects to gates, then ups, and returns their activation for the weight that reads it, if that is quantized."""
+        if self._is_plain and reader is None:
+            assert isinstance(self._weight, Tensor) and isinstance(x, Tensor), "terms are inputs of quantized weights"
+            return self._ops.act_linear(x, self._weight, self._bias, activation)
+        return self._ops.act_inputs(self(x), activation, reader)
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -238,12 +247,11 @@ class GatedMLP:
 
     gate_up: Linear
     down: Linear
-    ops: Ops
     activation: Activation = SILU
 
     def __call__(self, x: Inputs) -> Tensor:
         """Maps ``[T, hidden_size]`` to the same shape."""
-        return self.down(self.ops.act_inputs(self.gate_up(x), self.activation, self.down.quantized))
+        return self.down(self.gate_up.activated(x, self.activation, self.down.quantized))
 
 
 # Maps x ``[T, hidden_size]``, shares ``[T, k]`` and their experts, int64 ``[T, k]``, to ``[T, hidden_size]``.

@@ -5,6 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from hiserve.core.activation import Activation
 from hiserve.kernels import exact_linear
 from hiserve.kernels.experts import mix_experts_exactly as mix_experts
 from hiserve.kernels.fused import (
@@ -29,6 +30,7 @@ from hiserve.kernels.skinny_linear import row_linear
 
 __all__ = [
     "act_inputs",
+    "act_linear",
     "act_mul",
     "add_rms_norm",
     "delta",
@@ -58,6 +60,11 @@ def linear(x: Tensor, weight: Tensor, bias: Tensor | None, *, is_after_attention
     if weight.dtype == torch.float32:
         return row_linear(x, weight, bias)  # each row is a program's own
     return exact_linear.linear(x, weight, bias, is_after_attention=is_after_attention)
+
+
+def act_linear(x: Tensor, weight: Tensor, bias: Tensor | None, activation: Activation) -> Tensor:
+    """Like ``reference.act_linear``."""
+    return act_mul(linear(x, weight, bias), activation)
 
 
 def quantized_linear(

@@ -34,6 +34,7 @@ from hiserve.kernels.reference import (
 
 __all__ = [
     "act_inputs",
+    "act_linear",
     "act_mul",
     "add_rms_norm",
     "delta",
@@ -72,6 +73,11 @@ def quantized_linear(
 def act_mul(gate_up: Tensor, activation: Activation = SILU) -> Tensor:
     """Like ``reference.act_mul``."""
     return _row_by_row(partial(reference.act_mul, activation=activation), gate_up)
+
+
+def act_linear(x: Tensor, weight: Tensor, bias: Tensor | None, activation: Activation) -> Tensor:
+    """Like ``reference.act_linear``."""
+    return act_mul(linear(x, weight, bias), activation)
 
 
 def act_inputs(gate_up: Tensor, activation: Activation, reader: QuantizedWeight | None) -> Tensor:

@@ -12,6 +12,7 @@ from torch import Tensor
 
 from hiserve.core.activation import SILU, Activation
 from hiserve.core.forward import LayerKV
+from hiserve.kernels import skinny_linear
 from hiserve.kernels.activate import activate
 from hiserve.kernels.delta_triton import delta
 from hiserve.kernels.experts import mix_experts, route
@@ -31,6 +32,7 @@ from hiserve.kernels.terms_triton import act_terms, norm_terms
 
 __all__ = [
     "act_inputs",
+    "act_linear",
     "act_mul",
     "add_rms_norm",
     "delta",
@@ -286,6 +288,12 @@ def act_mul(gate_up: Tensor, activation: Activation = SILU) -> Tensor:
         **early_launch(gate_up.device),
     )
     return out
+
+
+def act_linear(x: Tensor, weight: Tensor, bias: Tensor | None, activation: Activation) -> Tensor:
+    """Like ``reference.act_linear``."""
+    out = skinny_linear.act_linear(x, weight, bias, activation)
+    return act_mul(linear(x, weight, bias), activation) if out is None else out
 
 
 def act_inputs(gate_up: Tensor, activation: Activation, reader: QuantizedWeight | None) -> Inputs:

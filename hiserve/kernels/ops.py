@@ -104,6 +104,9 @@ class Ops(Protocol):
     def act_mul(self, gate_up: Tensor, activation: Activation = SILU) -> Tensor:
         """Returns the activation of gate and up."""
 
+    def act_linear(self, x: Tensor, weight: Tensor, bias: Tensor | None, activation: Activation) -> Tensor:
+        """Returns ``act_mul`` of ``linear``, in one launch for few rows."""
+
     def act_inputs(self, gate_up: Tensor, activation: Activation, reader: QuantizedWeight | None) -> Inputs:
         """Returns ``act_mul``; in two terms if a quantized reader takes them."""
 

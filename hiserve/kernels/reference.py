@@ -186,6 +186,11 @@ def act_mul(gate_up: Tensor, activation: Activation = SILU) -> Tensor:
     )
 
 
+def act_linear(x: Tensor, weight: Tensor, bias: Tensor | None, activation: Activation) -> Tensor:
+    """The activation of ``linear``, whose columns are gates, then ups."""
+    return act_mul(linear(x, weight, bias), activation)
+
+
 def act_inputs(gate_up: Tensor, activation: Activation, reader: QuantizedWeight | None) -> Tensor:
     """Returns ``act_mul``, whatever weight reads it."""
     return act_mul(gate_up, activation)

@@ -8,6 +8,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from hiserve.core.activation import Activation
+from hiserve.kernels.activate import activate
 from hiserve.kernels.launch import await_previous, early_launch, num_processors, start_next
 
 _MAX_DEPTH = 2048
@@ -33,26 +35,55 @@ def linear(x: Tensor, weight: Tensor, bias: Tensor | None, *, is_after_attention
     kernel unless the weight is large and of whole tiles. On an H200 the four products of a layer of Llama-8B take 114,
     116 and 120 us for 1, 8 and 32 rows, and 102 us at the rate of a copy (``benchmarks/results/layers.json``).
     """
-    num_rows, (num_columns, depth) = x.shape[0], weight.shape
+    num_rows = x.shape[0]
     if x.dtype != weight.dtype:
         is_narrow = x.dtype.itemsize == 2 and weight.dtype == torch.float32
         if is_narrow and 1 <= num_rows <= _MAX_WIDE_ELEMENTS // weight.numel():
             return row_linear(x, weight, bias)
         return F.linear(x.to(weight.dtype), weight, bias)
-    if x.dtype.itemsize == 2 and 1 <= num_rows <= _TILE_ROWS[-1]:
-        has_whole_tiles = num_columns % _TILE_COLUMNS == 0 and depth % _TILE_DEPTH == 0
-        if num_rows == 1 and not (has_whole_tiles and weight.numel() > _MAX_ROW_ELEMENTS):
-            return row_linear(x, weight, bias)
-        if has_whole_tiles:
-            return _tiled_linear(x, weight, bias, is_early=not is_after_attention)
+    if x.dtype.itemsize == 2 and num_rows == 1 and _suits_rows(weight):
+        return row_linear(x, weight, bias)
+    if x.dtype.itemsize == 2 and 1 <= num_rows <= _TILE_ROWS[-1] and _has_whole_tiles(weight):
+        return _tiled_linear(x, weight, bias, is_early=not is_after_attention)
     return F.linear(x, weight, bias)
 
 
-def row_linear(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+def act_linear(x: Tensor, weight: Tensor, bias: Tensor | None, activation: Activation) -> Tensor | None:
+    """Like ``reference.act_linear``, in one launch; None for rows and weights that have no kernel of their own.
+
+    The two halves of the product are rounded before the activation, as those of ``linear`` are.
+    """
+    num_rows = x.shape[0]
+    if x.dtype != weight.dtype or x.dtype.itemsize != 2:
+        return None
+    if num_rows == 1 and _suits_rows(weight):
+        return row_linear(x, weight, bias, activation)
+    if 1 <= num_rows <= _TILE_ROWS[-1] and _has_whole_tiles(weight) and _num_parts(weight) == 1:
+        return _tiled_linear(x, weight, bias, is_early=True, activation=activation)
+    return None
+
+
+def _has_whole_tiles(weight: Tensor) -> bool:
+    num_columns, depth = weight.shape
+    return num_columns % _TILE_COLUMNS == 0 and depth % _TILE_DEPTH == 0
+
+
+def _suits_rows(weight: Tensor) -> bool:
+    """Whether a single row is multiplied by programs of one row."""
+    return not (_has_whole_tiles(weight) and weight.numel() > _MAX_ROW_ELEMENTS)
+
+
+def _num_parts(weight: Tensor) -> int:
+    """Parts of the depth, until every multiprocessor has a tile."""
+    num_columns, depth = weight.shape
+    return max(1, min(num_processors(weight.device) // (num_columns // _TILE_COLUMNS), depth // _TILE_DEPTH // _MIN_BLOCKS))
+
+
+def row_linear(x: Tensor, weight: Tensor, bias: Tensor | None, activation: Activation | None = None) -> Tensor:
     """Like ``linear``, by programs of one row each, whose sums do not depend on the number of rows."""
     assert x.is_contiguous() and weight.is_contiguous(), (x.stride(), weight.stride())
     num_columns, depth = weight.shape
-    out = weight.new_empty((x.shape[0], num_columns))
+    out = weight.new_empty((x.shape[0], num_columns if activation is None else num_columns // 2))
     block = min(_MAX_DEPTH, triton.next_power_of_2(depth))
     columns = min(_MAX_COLUMNS, _ELEMENTS // block)
     _row_kernel[(triton.cdiv(num_columns, columns), x.shape[0])](
@@ -60,8 +91,9 @@ def row_linear(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
         weight,
         bias,
         out,
-        num_columns,
+        out.shape[1],
         depth,
+        ACTIVATION=activation,
         COLUMNS=columns,
         DEPTH=block,
         num_warps=max(1, block // _ELEMENTS_PER_WARP),
@@ -78,6 +110,7 @@ def _row_kernel(  # type: ignore[no-untyped-def]
     out,
     num_columns,
     depth,
+    ACTIVATION: tl.constexpr,  # noqa: N803
     COLUMNS: tl.constexpr,  # noqa: N803
     DEPTH: tl.constexpr,  # noqa: N803
     IS_EARLY: tl.constexpr,  # noqa: N803
@@ -85,13 +118,13 @@ def _row_kernel(  # type: ignore[no-untyped-def]
     """Each program reads whole rows of the weight, which are columns of the result, for one row of ``x``.
 
     It loads the weight one block ahead, so that the first block is in flight before the kernel that computes ``x``
-    ends.
+    ends. With an activation these are gates and their ups.
     """
     start_next(IS_EARLY)
-    column = tl.program_id(0) * COLUMNS + tl.arange(0, COLUMNS)
+    column, place = _columns(num_columns, COLUMNS, ACTIVATION)
     element = tl.arange(0, DEPTH)
     is_column = column < num_columns
-    rows = weight + column.to(tl.int64)[:, None] * depth + element[None, :]
+    rows = weight + place.to(tl.int64)[:, None] * depth + element[None, :]
     weights = tl.load(rows, mask=is_column[:, None] & (element < depth)[None, :], other=0.0)
     await_previous(IS_EARLY)
     x += tl.program_id(1) * depth
@@ -102,21 +135,49 @@ def _row_kernel(  # type: ignore[no-untyped-def]
         ahead = tl.load(rows + first + DEPTH, mask=is_column[:, None] & is_ahead[None, :], other=0.0)
         totals += weights.to(tl.float32) * values[None, :]
         weights = ahead
-    total = tl.sum(totals, 1)
+    total = tl.sum(totals, 1)[:, None]
     if bias is not None:
-        total += tl.load(bias + column, mask=is_column, other=0.0).to(tl.float32)
-    tl.store(out + tl.program_id(1) * num_columns + column, total.to(out.dtype.element_ty), mask=is_column)
+        total += tl.load(bias + place, mask=is_column, other=0.0).to(tl.float32)[:, None]
+    column, total = _results(column, total, out.dtype.element_ty, COLUMNS, ACTIVATION)
+    target = out + tl.program_id(1) * num_columns + column[:, None]
+    tl.store(target, total.to(out.dtype.element_ty), mask=(column < num_columns)[:, None])
 
 
-def _tiled_linear(x: Tensor, weight: Tensor, bias: Tensor | None, is_early: bool) -> Tensor:
+@triton.jit  # type: ignore[untyped-decorator]
+def _columns(num_columns, COLUMNS: tl.constexpr, ACTIVATION: tl.constexpr):  # type: ignore[no-untyped-def]  # noqa: N803
+    """Columns of the result of a program, and the rows of the weight that they are: with an activation, half of them ups."""
+    lane = tl.arange(0, COLUMNS)
+    if ACTIVATION is None:
+        column = tl.program_id(0) * COLUMNS + lane
+        place = column
+    else:
+        half: tl.constexpr = COLUMNS // 2
+        column = tl.program_id(0) * half + lane % half
+        place = column + lane // half * num_columns
+    return column, place
+
+
+@triton.jit  # type: ignore[untyped-decorator]
+def _results(column, total, dtype: tl.constexpr, COLUMNS: tl.constexpr, ACTIVATION: tl.constexpr):  # type: ignore[no-untyped-def]  # noqa: N803
+    """Returns columns and float32 results ``[columns, rows]`` of a program, whose gates and ups are rounded before they meet."""
+    if ACTIVATION is not None:
+        half: tl.constexpr = COLUMNS // 2
+        gate, up = tl.split(total.to(dtype).to(tl.float32).reshape(2, half, total.shape[1]).permute(1, 2, 0))
+        column, total = tl.program_id(0) * half + tl.arange(0, half), activate(gate, up, dtype, ACTIVATION)
+    return column, total
+
+
+def _tiled_linear(
+    x: Tensor, weight: Tensor, bias: Tensor | None, is_early: bool, activation: Activation | None = None
+) -> Tensor:
     """Splits few tiles along their depth until every multiprocessor has one; the parts are summed in order.
 
     An early launch would slow the attention before it: see docs/design/execution.md.
     """
     assert x.is_contiguous() and weight.is_contiguous(), (x.stride(), weight.stride())
-    (num_rows, depth), num_columns = x.shape, weight.shape[0]
-    num_tiles, count = num_columns // _TILE_COLUMNS, num_processors(x.device)
-    num_parts = max(1, min(count // num_tiles, depth // _TILE_DEPTH // _MIN_BLOCKS))
+    (num_rows, depth), count = x.shape, num_processors(x.device)
+    num_tiles, num_parts = weight.shape[0] // _TILE_COLUMNS, _num_parts(weight)
+    num_columns = weight.shape[0] if activation is None else weight.shape[0] // 2
     out = x.new_empty((num_rows, num_columns))
     parts = out if num_parts == 1 else x.new_empty((num_parts, num_rows, num_columns), dtype=torch.float32)
     _tile_kernel[(num_tiles, num_parts)](
@@ -127,6 +188,7 @@ def _tiled_linear(x: Tensor, weight: Tensor, bias: Tensor | None, is_early: bool
         num_rows,
         num_columns,
         depth,
+        ACTIVATION=activation,
         ROWS=next(rows for rows in _TILE_ROWS if num_rows <= rows),
         COLUMNS=_TILE_COLUMNS,
         DEPTH=_TILE_DEPTH,
@@ -146,6 +208,7 @@ def _tile_kernel(  # type: ignore[no-untyped-def]
     num_rows,
     num_columns,
     depth,
+    ACTIVATION: tl.constexpr,  # noqa: N803
     ROWS: tl.constexpr,  # noqa: N803
     COLUMNS: tl.constexpr,  # noqa: N803
     DEPTH: tl.constexpr,  # noqa: N803
@@ -160,11 +223,11 @@ def _tile_kernel(  # type: ignore[no-untyped-def]
     await_previous(IS_EARLY)
     part, num_parts = tl.program_id(1), tl.num_programs(1)
     row = tl.arange(0, ROWS)
-    column = tl.program_id(0) * COLUMNS + tl.arange(0, COLUMNS)
+    column, place = _columns(num_columns, COLUMNS, ACTIVATION)
     element = tl.arange(0, DEPTH)
     is_row = row < num_rows
     num_blocks = depth // DEPTH
-    columns = weight + column.to(tl.int64)[:, None] * depth + element[None, :]
+    columns = weight + place.to(tl.int64)[:, None] * depth + element[None, :]
     rows = x + row[None, :] * depth + element[:, None]
     total = tl.zeros([COLUMNS, ROWS], tl.float32)
     for block in range(part * num_blocks // num_parts, (part + 1) * num_blocks // num_parts):
@@ -173,7 +236,8 @@ def _tile_kernel(  # type: ignore[no-untyped-def]
         total = tl.dot(weights, values, total, input_precision="ieee")
     start_next(IS_EARLY)
     if bias is not None:
-        total += tl.load(bias + column).to(tl.float32)[:, None]
+        total += tl.load(bias + place).to(tl.float32)[:, None]
+    column, total = _results(column, total, out.dtype.element_ty, COLUMNS, ACTIVATION)
     target = out + (part * num_rows + row)[:, None] * num_columns + column[None, :]
     tl.store(target, total.T.to(out.dtype.element_ty), mask=is_row[:, None])
 

@@ -234,7 +234,7 @@ def _mlp(config: ModelConfig, parameters: dict[str, Tensor], index: int, ops: Op
     if config.experts is not None and config.experts.is_in(index):
         return _moe(config.experts, config.activation, parameters, ours, ops)
     gate_up, down = (_linear(parameters, ours + name, ops) for name in ("gate_up", "down"))
-    return GatedMLP(gate_up, down, ops, config.activation)
+    return GatedMLP(gate_up, down, config.activation)
 
 
 def _mixer(
@@ -298,13 +298,13 @@ def make_experts(
         each = zip(gate_up, down, *biases, strict=True)
         experts = SparseExperts(
             [
-                GatedMLP(Linear(mine, ops, one), Linear(its, ops, other), ops, activation)
+                GatedMLP(Linear(mine, ops, one), Linear(its, ops, other), activation)
                 for mine, its, one, other in each
             ]
         )
     if shared is None or joins:
         return experts, None
-    return experts, GatedMLP(Linear(shared[0], ops), Linear(shared[1], ops), ops, activation)
+    return experts, GatedMLP(Linear(shared[0], ops), Linear(shared[1], ops), activation)
 
 
 def _matrices(weights: Weights, num_experts: int) -> Weights:

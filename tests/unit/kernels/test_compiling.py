@@ -197,11 +197,14 @@ def first_of(*weights: Weights) -> tuple[Weights, Weights]:
 
 
 def project() -> None:
-    """One row, few rows of a deep weight, whose product is split, and rows by a wide weight."""
+    """One row, few rows of a deep weight, whose product is split, and rows by a wide weight; activations of gates and ups."""
     fused.linear(torch.zeros(3, 96, dtype=BF16), torch.zeros(8, 96), None, is_after_attention=False)
     fused.linear(torch.zeros(1, 96, dtype=BF16), torch.zeros(64, 96, dtype=BF16), None, is_after_attention=False)
     deep = torch.zeros(64, 2048, dtype=BF16)
     fused.linear(torch.zeros(4, 2048, dtype=BF16), deep, torch.zeros(64, dtype=BF16), is_after_attention=False)
+    gate_up = torch.zeros(1024, 128, dtype=BF16)
+    for num_rows in (1, 20):
+        fused.act_linear(torch.zeros(num_rows, 128, dtype=BF16), gate_up, torch.zeros(1024, dtype=BF16), GELU_TANH)
 
 
 def weights_in_few_bits() -> dict[str, QuantizedWeight]:

@@ -96,6 +96,31 @@ for rows, depth, columns in ((33, 128, 64), (2, 128, 96), (2, 192, 64), (0, 128,
     check_plain(rows, depth, columns, torch.float16)
 check_plain(2, 128, 64, torch.float32)
 """
+ACTIVATED = """
+from hiserve.core.activation import SILU, Activation
+from hiserve.kernels import fused
+
+linear.num_processors = lambda device: 4
+# (rows, depth, columns): a row alone, with uneven ends and two blocks; tiles, of which every processor has one, with a rest of rows
+CAPPED = Activation(slope=1.702, shift=1.0, limit=7.0)
+for rows, depth, columns, activation in ((1, 40, 6, CAPPED), (1, 2100, 10, SILU), (3, 256, 256, SILU), (17, 128, 320, CAPPED)):
+    x, bias = randn(rows, depth, dtype=torch.float16), randn(columns, dtype=torch.float16)
+    weight = randn(columns, depth, dtype=torch.float16) / 16
+    got = linear.act_linear(x, weight, bias, activation)
+    assert torch.equal(got, fused.act_mul(linear.linear(x, weight, bias), activation)), (rows, depth, columns)
+    assert_close(got, reference.act_linear(x, weight, bias, activation), atol=2e-2, rtol=8e-3)
+# Depth in parts, too many rows, no whole tiles, no row, a wider type: in two launches.
+for rows, depth, columns, dtype in (
+    (2, 1024, 128, torch.float16), (33, 128, 256, torch.float16), (2, 128, 96, torch.float16), (0, 128, 256, torch.float16),
+    (2, 128, 256, torch.float32),
+):
+    x, weight = randn(rows, depth, dtype=dtype), randn(columns, depth, dtype=dtype) / 16
+    assert linear.act_linear(x, weight, None, SILU) is None, (rows, depth, columns)
+    assert torch.equal(fused.act_linear(x, weight, None, SILU), fused.act_mul(linear.linear(x, weight, None)))
+linear._MAX_ROW_ELEMENTS, linear.row_linear = 0, refuse
+x, weight = randn(1, 128, dtype=torch.float16), randn(256, 128, dtype=torch.float16)
+assert torch.equal(linear.act_linear(x, weight, None, SILU), fused.act_mul(linear.linear(x, weight, None)))
+"""
 
 
 def test_one_row_is_projected_as_rows_are() -> None:
@@ -108,3 +133,7 @@ def test_rows_of_few_bits_are_projected_by_wide_weights() -> None:
 
 def test_few_rows_are_projected_as_rows_are() -> None:
     run_interpreted(HEADER + FEW_ROWS)
+
+
+def test_the_activation_of_a_projection_has_the_bits_of_its_own_launch() -> None:
+    run_interpreted(HEADER + ACTIVATED)

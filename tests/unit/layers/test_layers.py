@@ -63,7 +63,7 @@ def test_linear_adds_its_bias_packed_or_not(dtype: torch.dtype, rows: int) -> No
 def test_mlp_gates_then_projects_down() -> None:
     gate, up, down = (torch.randn(4, 4, generator=torch.Generator().manual_seed(seed)) for seed in range(3))
     x = torch.randn(3, 4, generator=torch.Generator().manual_seed(9))
-    mlp = GatedMLP(gate_up=Linear(torch.cat((gate, up)), reference), down=Linear(down, reference), ops=reference)
+    mlp = GatedMLP(gate_up=Linear(torch.cat((gate, up)), reference), down=Linear(down, reference))
     expected = (torch.nn.functional.silu(x @ gate.t()) * (x @ up.t())) @ down.t()
     torch.testing.assert_close(mlp(x), expected, atol=1e-5, rtol=0)
 

@@ -34,7 +34,7 @@ def moe(form: str, dtype: torch.dtype, num_per_token: int, is_normalized: bool) 
     if form == "sparse":
         pairs = zip(gate_up, down, strict=True)
         experts = SparseExperts(
-            [GatedMLP(Linear(mine, reference), Linear(its, reference), reference) for mine, its in pairs]
+            [GatedMLP(Linear(mine, reference), Linear(its, reference)) for mine, its in pairs]
         )
     return MoE(
         router=Linear(router, reference),
