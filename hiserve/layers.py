@@ -17,6 +17,7 @@ from hiserve.core.forward import ForwardInputs, LayerKV
 from hiserve.distributed.exchange import Exchange
 from hiserve.kernels.ops import Ops
 from hiserve.kernels.packed_weights import Weights
+from hiserve.kernels.parts import Summand
 from hiserve.kernels.quantized import QuantizedWeight
 from hiserve.kernels.routing import ExpertGroups
 from hiserve.kernels.terms import Inputs
@@ -71,14 +72,17 @@ class Linear:
         self._weight, self._bias, self._ops = weight, bias, ops
         self._is_plain = False
         self._project: Callable[[Any, Any, Tensor | None], Tensor]
+        self._project_parts: Callable[[Any, Any, Tensor | None], Summand]
         if isinstance(weight, QuantizedWeight):
             self._project = partial(ops.quantized_linear, is_after_attention=is_after_attention)
+            self._project_parts = partial(ops.quantized_parts, is_after_attention=is_after_attention)
         elif can_pack(weight) and not ops.is_exact:
             self._weight = torch.ops.mkldnn._reorder_linear_weight(weight)
-            self._project = _packed_linear
+            self._project = self._project_parts = _packed_linear
         else:
             self._is_plain = True
             self._project = partial(ops.linear, is_after_attention=is_after_attention)
+            self._project_parts = partial(ops.linear_parts, is_after_attention=is_after_attention)
 
     @property
     def quantized(self) -> QuantizedWeight | None:
@@ -91,6 +95,10 @@ class Linear:
         Inputs of a quantized weight may have any floating type, which the product has too, or come in two terms.
         """
         return self._project(x, self._weight, self._bias)
+
+    def parts(self, x: Inputs) -> Summand:
+        """Projects for a norm that adds the result to its residual stream."""
+        return self._project_parts(x, self._weight, self._bias)
 
     def activated(self, x: Inputs, activation: Activation, reader: QuantizedWeight | None) -> Inputs:
         """Projects to gates, then ups, and returns their activation for the weight that reads it, if that is quantized."""
@@ -148,13 +156,14 @@ class RMSNorm:
         """Norms ``[T, n]``."""
         return self.ops.rms_norm(x, self.weight, self.eps)
 
-    def add(self, delta: Tensor, residual: Tensor) -> Tensor:
+    def add(self, delta: Summand, residual: Tensor) -> Tensor:
         """Adds ``delta`` to ``residual`` in place, both ``[T, n]``, and norms the sum."""
         if self.exchange is not None:
+            assert isinstance(delta, Tensor), "parts are added up before ranks are"
             return self.exchange.reduce_add_norm(delta, residual, self.weight, self.eps)
         return self.ops.add_rms_norm(delta, residual, self.weight, self.eps)
 
-    def inputs(self, x: Tensor, delta: Tensor | None = None) -> Inputs:
+    def inputs(self, x: Tensor, delta: Summand | None = None) -> Inputs:
         """Norms ``[T, n]``, with a delta as ``add`` to it, for the reader, which may take two terms."""
         if delta is not None and self.exchange is not None:
             return self.add(delta, x)
@@ -252,6 +261,10 @@ class GatedMLP:
     def __call__(self, x: Inputs) -> Tensor:
         """Maps ``[T, hidden_size]`` to the same shape."""
         return self.down(self.gate_up.activated(x, self.activation, self.down.quantized))
+
+    def parts(self, x: Inputs) -> Summand:
+        """As a call, for a norm that adds the result to its residual stream."""
+        return self.down.parts(self.gate_up.activated(x, self.activation, self.down.quantized))
 
 
 # Maps x ``[T, hidden_size]``, shares ``[T, k]`` and their experts, int64 ``[T, k]``, to ``[T, hidden_size]``.

@@ -25,6 +25,8 @@ from hiserve.kernels.fused import (
     store_index_keys,
     store_latents,
 )
+from hiserve.kernels.parts import Summand
+from hiserve.kernels.parts_triton import summed
 from hiserve.kernels.quantized import QuantizedWeight
 from hiserve.kernels.skinny_linear import row_linear
 
@@ -37,9 +39,11 @@ __all__ = [
     "gated_rms_norm",
     "is_exact",
     "linear",
+    "linear_parts",
     "mix_experts",
     "norm_inputs",
     "quantized_linear",
+    "quantized_parts",
     "rms_norm",
     "rotate_and_store",
     "rotate_first",
@@ -56,10 +60,15 @@ is_exact = True
 
 def linear(x: Tensor, weight: Tensor, bias: Tensor | None, *, is_after_attention: bool = False) -> Tensor:
     """Like ``reference.linear``, for ``x`` of a 16-bit type and weights of that or of float32, as a router's."""
+    return summed(linear_parts(x, weight, bias, is_after_attention=is_after_attention))
+
+
+def linear_parts(x: Tensor, weight: Tensor, bias: Tensor | None, *, is_after_attention: bool = False) -> Summand:
+    """As ``linear``; parts of few rows are left to the reader, who adds them up in their order."""
     assert x.dtype.itemsize == 2 and weight.dtype in (x.dtype, torch.float32), (x.dtype, weight.dtype)
     if weight.dtype == torch.float32:
         return row_linear(x, weight, bias)  # each row is a program's own
-    return exact_linear.linear(x, weight, bias, is_after_attention=is_after_attention)
+    return exact_linear.linear_parts(x, weight, bias, is_after_attention=is_after_attention)
 
 
 def act_linear(x: Tensor, weight: Tensor, bias: Tensor | None, activation: Activation) -> Tensor:
@@ -72,3 +81,6 @@ def quantized_linear(
 ) -> Tensor:
     """Refused before a model is loaded (``models.exactness``)."""
     raise AssertionError(f"weights of {weight.spec.bits} bits have no exact products")
+
+
+quantized_parts = quantized_linear

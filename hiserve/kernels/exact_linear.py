@@ -16,7 +16,7 @@ from torch import Tensor
 from triton.tools.tensor_descriptor import TensorDescriptor
 
 from hiserve.kernels.launch import await_previous, early_launch, start_next
-from hiserve.kernels.skinny_linear import sum_parts
+from hiserve.kernels.parts import Summand, Parts
 
 _PROGRAMS = 132  # that fill a device; of no device in particular, as no result may depend on one
 _PART_DEPTH = 512  # least depth of a part
@@ -47,8 +47,8 @@ _TALL, _TALLEST = Tile(128, 128, 64, 8, 4), Tile(256, 128, 64, 8, 4)
 _MANY_ROWS = 1024  # from which on the tallest tiles are faster
 
 
-def linear(x: Tensor, weight: Tensor, bias: Tensor | None, *, is_after_attention: bool = False) -> Tensor:
-    """Like ``reference.linear``, for ``x`` and ``weight`` of one 16-bit type, whose rows are a multiple of 16 bytes."""
+def linear_parts(x: Tensor, weight: Tensor, bias: Tensor | None, *, is_after_attention: bool = False) -> Summand:
+    """Like ``exact.linear_parts``, for ``x`` and ``weight`` of one 16-bit type, whose rows are a multiple of 16 bytes."""
     return multiply(x, weight, bias, tile_for(x.shape[0], weight.shape[0]), is_early=not is_after_attention)
 
 
@@ -65,19 +65,19 @@ def count_parts(num_columns: int, depth: int) -> int:
     return max(1, min(_PROGRAMS // -(-num_columns // 64), depth // _PART_DEPTH))
 
 
-def multiply(x: Tensor, weight: Tensor, bias: Tensor | None, tile: Tile, *, is_early: bool) -> Tensor:
-    """As ``linear``, with one tile. Parts of few rows are programs of their own; others are joined by the program that makes them.
+def multiply(x: Tensor, weight: Tensor, bias: Tensor | None, tile: Tile, *, is_early: bool) -> Summand:
+    """As ``linear_parts``, with one tile. Parts of few rows are programs of their own; others are added up by the program that makes them.
 
     An early launch would slow an attention before it, as in ``skinny_linear``.
     """
     assert x.is_contiguous() and weight.is_contiguous(), (x.stride(), weight.stride())
     (num_rows, depth), num_columns = x.shape, weight.shape[0]
-    out = x.new_empty((num_rows, num_columns))
     if not num_rows:
-        return out
+        return x.new_empty((num_rows, num_columns))
     num_parts = count_parts(num_columns, depth)
     is_spread = num_parts > 1 and num_rows <= _SPREAD_ROWS
-    parts = x.new_empty((num_parts, num_rows, num_columns), dtype=torch.float32) if is_spread else out
+    dtype = torch.float32 if is_spread else x.dtype
+    parts = x.new_empty((num_parts if is_spread else 1, num_rows, num_columns), dtype=dtype)
     num_tiles = triton.cdiv(num_columns, tile.columns) * triton.cdiv(num_rows, tile.rows)
     _product_kernel[(num_tiles, num_parts if is_spread else 1)](
         TensorDescriptor.from_tensor(x, [tile.rows, tile.depth]),
@@ -98,7 +98,7 @@ def multiply(x: Tensor, weight: Tensor, bias: Tensor | None, tile: Tile, *, is_e
         num_stages=tile.num_stages,
         **early_launch(x.device, is_early),
     )
-    return sum_parts(parts, bias, out) if is_spread else out
+    return Parts(parts, bias, x.dtype) if is_spread else parts[0]
 
 
 @triton.jit(do_not_specialize=["num_rows", "num_parts"])  # type: ignore[untyped-decorator]

@@ -41,9 +41,11 @@ __all__ = [
     "gated_rms_norm",
     "is_exact",
     "linear",
+    "linear_parts",
     "mix_experts",
     "norm_inputs",
     "quantized_linear",
+    "quantized_parts",
     "rms_norm",
     "rotate_and_store",
     "rotate_first",
@@ -63,11 +65,17 @@ def linear(x: Tensor, weight: Tensor, bias: Tensor | None, *, is_after_attention
     return _row_by_row(partial(reference.linear, weight=weight, bias=bias), x)
 
 
+linear_parts = linear  # in one part
+
+
 def quantized_linear(
     x: Tensor, weight: QuantizedWeight, bias: Tensor | None, *, is_after_attention: bool = False
 ) -> Tensor:
     """Refused before a model is loaded (``models.exactness``)."""
     raise AssertionError(f"weights of {weight.spec.bits} bits have no exact products")
+
+
+quantized_parts = quantized_linear
 
 
 def act_mul(gate_up: Tensor, activation: Activation = SILU) -> Tensor:

@@ -21,11 +21,13 @@ from hiserve.kernels.group_route import route_in_groups
 from hiserve.kernels.index_store import rotate_first, store_index_keys
 from hiserve.kernels.latent_store import store_latents
 from hiserve.kernels.launch import await_previous, early_launch, start_next
+from hiserve.kernels.parts import Summand, pieces
+from hiserve.kernels.parts_triton import load_delta
 from hiserve.kernels.quantized import QuantizedWeight
-from hiserve.kernels.quantized_linear import quantized_linear
+from hiserve.kernels.quantized_linear import quantized_linear, quantized_parts
 from hiserve.kernels.reference import sigmoid
 from hiserve.kernels.row_codec_triton import store_halves
-from hiserve.kernels.skinny_linear import linear
+from hiserve.kernels.skinny_linear import linear, linear_parts
 from hiserve.kernels.term_products import reads_terms
 from hiserve.kernels.terms import Inputs
 from hiserve.kernels.terms_triton import act_terms, norm_terms
@@ -39,9 +41,11 @@ __all__ = [
     "gated_rms_norm",
     "is_exact",
     "linear",
+    "linear_parts",
     "mix_experts",
     "norm_inputs",
     "quantized_linear",
+    "quantized_parts",
     "rms_norm",
     "rotate_and_store",
     "rotate_first",
@@ -66,27 +70,31 @@ def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
     return _norm(x, None, weight, eps)
 
 
-def add_rms_norm(delta: Tensor, residual: Tensor, weight: Tensor, eps: float) -> Tensor:
+def add_rms_norm(delta: Summand, residual: Tensor, weight: Tensor, eps: float) -> Tensor:
     """Like ``reference.add_rms_norm``, for contiguous ``[T, n]``."""
     return _norm(residual, delta, weight, eps)
 
 
-def norm_inputs(x: Tensor, delta: Tensor | None, weight: Tensor, eps: float, reader: QuantizedWeight | None) -> Inputs:
+def norm_inputs(x: Tensor, delta: Summand | None, weight: Tensor, eps: float, reader: QuantizedWeight | None) -> Inputs:
     """Like ``reference.norm_inputs``, in two terms where the reader takes them."""
     return norm_terms(x, delta, weight, eps) if reads_terms(reader, x) else _norm(x, delta, weight, eps)
 
 
-def _norm(x: Tensor, delta: Tensor | None, weight: Tensor, eps: float) -> Tensor:
-    assert x.stride(1) == 1 and (delta is None or delta.is_contiguous()), f"elements {x.stride()} apart"
+def _norm(x: Tensor, delta: Summand | None, weight: Tensor, eps: float) -> Tensor:
+    values, bias, num_parts = pieces(delta)
+    assert x.stride(1) == 1 and (values is None or values.is_contiguous()), f"elements {x.stride()} apart"
     num_rows, size = x.shape
     out = x.new_empty(x.shape)
     block = triton.next_power_of_2(size)
     _norm_kernel[(num_rows,)](
         x,
-        delta,
+        values,
+        bias,
         weight,
         out,
         eps,
+        num_rows * size,
+        NUM_PARTS=num_parts,
         SIZE=size,
         STRIDE=x.stride(0),
         BLOCK=block,
@@ -101,9 +109,12 @@ def _norm(x: Tensor, delta: Tensor | None, weight: Tensor, eps: float) -> Tensor
 def _norm_kernel(  # type: ignore[no-untyped-def]
     x,
     delta,
+    bias,
     weight,
     out,
     eps,
+    part_stride,
+    NUM_PARTS: tl.constexpr,  # noqa: N803
     SIZE: tl.constexpr,  # noqa: N803
     STRIDE: tl.constexpr,  # noqa: N803
     BLOCK: tl.constexpr,  # noqa: N803
@@ -122,7 +133,7 @@ def _norm_kernel(  # type: ignore[no-untyped-def]
     await_previous(IS_EARLY)
     value = tl.load(source, mask=mask, other=0.0).to(wide)
     if delta is not None:
-        value += tl.load(delta + row, mask=mask, other=0.0).to(wide)
+        value += load_delta(delta, bias, row, column, mask, part_stride, dtype, NUM_PARTS).to(wide)
         narrow = value.to(dtype)
         tl.store(source, narrow, mask=mask)
         value = narrow.to(wide)

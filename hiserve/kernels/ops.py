@@ -13,6 +13,7 @@ from hiserve.core.forward import ForwardInputs, LayerKV
 from hiserve.core.row_shapes import PackedPages
 from hiserve.kernels.delta import DeltaPools, DeltaShape, DeltaWeights
 from hiserve.kernels.packed_weights import Weights
+from hiserve.kernels.parts import Summand
 from hiserve.kernels.quantized import QuantizedWeight
 from hiserve.kernels.routing import ExpertGroups
 from hiserve.kernels.terms import Inputs
@@ -37,11 +38,11 @@ class Ops(Protocol):
     def rms_norm(self, x: Tensor, weight: Tensor, eps: float) -> Tensor:
         """Norms the last dimension of ``[T, n]``."""
 
-    def add_rms_norm(self, delta: Tensor, residual: Tensor, weight: Tensor, eps: float) -> Tensor:
+    def add_rms_norm(self, delta: Summand, residual: Tensor, weight: Tensor, eps: float) -> Tensor:
         """Adds ``delta`` to ``residual`` in place and returns the norm of the sum."""
 
     def norm_inputs(
-        self, x: Tensor, delta: Tensor | None, weight: Tensor, eps: float, reader: QuantizedWeight | None
+        self, x: Tensor, delta: Summand | None, weight: Tensor, eps: float, reader: QuantizedWeight | None
     ) -> Inputs:
         """Norms as ``rms_norm``, with a delta as ``add_rms_norm``; in two terms if a quantized reader takes them."""
 
@@ -96,10 +97,18 @@ class Ops(Protocol):
     def linear(self, x: Tensor, weight: Tensor, bias: Tensor | None, *, is_after_attention: bool) -> Tensor:
         """Projects ``[T, n]`` to the weight's type. After an attention a device may launch it without overlap, which the attention needs."""
 
+    def linear_parts(self, x: Tensor, weight: Tensor, bias: Tensor | None, *, is_after_attention: bool) -> Summand:
+        """As ``linear``, for a norm that adds it to its residual stream: parts of the depth may be left to it."""
+
     def quantized_linear(
         self, x: Inputs, weight: QuantizedWeight, bias: Tensor | None, *, is_after_attention: bool
     ) -> Tensor:
         """Projects ``[T, n]`` by a weight in 8 or 4 bits; otherwise as ``linear``."""
+
+    def quantized_parts(
+        self, x: Inputs, weight: QuantizedWeight, bias: Tensor | None, *, is_after_attention: bool
+    ) -> Summand:
+        """As ``quantized_linear``; otherwise as ``linear_parts``."""
 
     def act_mul(self, gate_up: Tensor, activation: Activation = SILU) -> Tensor:
         """Returns the activation of gate and up."""

@@ -14,10 +14,11 @@ from hiserve.core.row_shapes import PACKED_CAPABILITY
 from hiserve.kernels import quantized
 from hiserve.kernels.few_bits import has_instructions, magic_of, widen_code, widen_e4m3, widen_quarters
 from hiserve.kernels.launch import await_previous, early_launch, num_processors, start_next
+from hiserve.kernels.parts import Summand, Parts
+from hiserve.kernels.parts_triton import summed
 from hiserve.kernels.quantized import QuantizedWeight
 from hiserve.kernels.scaled_products import multiply_rounded, multiply_slices
-from hiserve.kernels.skinny_linear import sum_parts
-from hiserve.kernels.term_products import has_terms, multiply_terms
+from hiserve.kernels.term_products import has_terms, term_parts
 from hiserve.kernels.terms import Inputs
 from hiserve.kernels.terms_triton import split_terms
 
@@ -65,11 +66,18 @@ def quantized_linear(
     bits; other few rows of a 16-bit type use a kernel that widens the weight in its tiles. More rows are rounded to the
     weight's type, where its spec allows that, or multiplied by one slice of the weight after the other.
     """
+    return summed(quantized_parts(x, weight, bias, is_after_attention=is_after_attention))
+
+
+def quantized_parts(
+    x: Inputs, weight: QuantizedWeight, bias: Tensor | None, *, is_after_attention: bool = False
+) -> Summand:
+    """As ``quantized_linear``; parts of the depth that are products of their own are left to the reader, who adds them up."""
     if isinstance(x, Tensor) and has_terms(x, weight):
         # An early launch would slow the attention before it: see docs/design/execution.md.
         x = split_terms(x, weight.order, is_early=not is_after_attention)
     if not isinstance(x, Tensor):
-        return multiply_terms(x, weight, bias)
+        return term_parts(x, weight, bias)
     num_rows = x.shape[0]
     if x.dtype.itemsize != 2 or not num_rows or not _has_kernels(weight):
         return quantized.quantized_linear(x, weight, bias)
@@ -90,8 +98,8 @@ def _tile_depth(weight: QuantizedWeight) -> int:
     return _DEPTH if weight.spec.bits == 8 else 2 * weight.spec.half_tile
 
 
-def _tiled_linear(x: Tensor, weight: QuantizedWeight, bias: Tensor | None, is_early: bool) -> Tensor:
-    """Splits few tiles along their depth until each multiprocessor has its programs; the parts are summed in order."""
+def _tiled_linear(x: Tensor, weight: QuantizedWeight, bias: Tensor | None, is_early: bool) -> Summand:
+    """Splits few tiles along their depth until each multiprocessor has its programs."""
     assert x.is_contiguous(), x.stride()
     (num_rows, depth), num_columns, bits = x.shape, weight.shape[0], weight.spec.bits
     rows = next(rows for rows in _TILE_ROWS if num_rows <= rows)
@@ -99,8 +107,8 @@ def _tiled_linear(x: Tensor, weight: QuantizedWeight, bias: Tensor | None, is_ea
     columns = TILE_ROWS if num_columns % tile.columns else tile.columns
     num_tiles, count = num_columns // columns, num_processors(x.device) * tile.programs
     num_parts = max(1, min(count // num_tiles, depth // _tile_depth(weight) // _MIN_BLOCKS))
-    out = x.new_empty((num_rows, num_columns))
-    parts = out if num_parts == 1 else x.new_empty((num_parts, num_rows, num_columns), dtype=torch.float32)
+    parts_dtype = x.dtype if num_parts == 1 else torch.float32
+    parts = x.new_empty((num_parts, num_rows, num_columns), dtype=parts_dtype)
     sizes = (num_rows, num_columns, depth)
     settings: dict[str, Any] = {"ROWS": rows, "num_warps": tile.num_warps, "num_stages": tile.num_stages}
     settings |= early_launch(x.device, is_early)
@@ -135,7 +143,7 @@ def _tiled_linear(x: Tensor, weight: QuantizedWeight, bias: Tensor | None, is_ea
             MAGIC=magic_of(x.dtype),
             **settings,
         )
-    return out if num_parts == 1 else sum_parts(parts, bias, out)
+    return parts[0] if num_parts == 1 else Parts(parts, bias, x.dtype)
 
 
 @triton.jit(do_not_specialize=["num_rows"])  # type: ignore[untyped-decorator]

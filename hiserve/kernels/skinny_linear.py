@@ -11,6 +11,8 @@ from torch import Tensor
 from hiserve.core.activation import Activation
 from hiserve.kernels.activate import activate
 from hiserve.kernels.launch import await_previous, early_launch, num_processors, start_next
+from hiserve.kernels.parts import Summand, Parts
+from hiserve.kernels.parts_triton import summed
 
 _MAX_DEPTH = 2048
 _MAX_COLUMNS = 4
@@ -25,7 +27,6 @@ _TILE_ROWS = (16, 32)
 _TILE_COLUMNS = 64
 _TILE_DEPTH = 128
 _MIN_BLOCKS = 4  # of depth, for each part
-_SUM_BLOCK = 512
 
 
 def linear(x: Tensor, weight: Tensor, bias: Tensor | None, *, is_after_attention: bool = False) -> Tensor:
@@ -35,6 +36,11 @@ def linear(x: Tensor, weight: Tensor, bias: Tensor | None, *, is_after_attention
     kernel unless the weight is large and of whole tiles. On an H200 the four products of a layer of Llama-8B take 114,
     116 and 120 us for 1, 8 and 32 rows, and 102 us at the rate of a copy (``benchmarks/results/layers.json``).
     """
+    return summed(linear_parts(x, weight, bias, is_after_attention=is_after_attention))
+
+
+def linear_parts(x: Tensor, weight: Tensor, bias: Tensor | None, *, is_after_attention: bool = False) -> Summand:
+    """As ``linear``; parts of the depth that are products of their own are left to the reader, who adds them up."""
     num_rows = x.shape[0]
     if x.dtype != weight.dtype:
         is_narrow = x.dtype.itemsize == 2 and weight.dtype == torch.float32
@@ -59,7 +65,7 @@ def act_linear(x: Tensor, weight: Tensor, bias: Tensor | None, activation: Activ
     if num_rows == 1 and _suits_rows(weight):
         return row_linear(x, weight, bias, activation)
     if 1 <= num_rows <= _TILE_ROWS[-1] and _has_whole_tiles(weight) and _num_parts(weight) == 1:
-        return _tiled_linear(x, weight, bias, is_early=True, activation=activation)
+        return summed(_tiled_linear(x, weight, bias, is_early=True, activation=activation))
     return None
 
 
@@ -169,8 +175,8 @@ def _results(column, total, dtype: tl.constexpr, COLUMNS: tl.constexpr, ACTIVATI
 
 def _tiled_linear(
     x: Tensor, weight: Tensor, bias: Tensor | None, is_early: bool, activation: Activation | None = None
-) -> Tensor:
-    """Splits few tiles along their depth until every multiprocessor has one; the parts are summed in order.
+) -> Summand:
+    """Splits few tiles along their depth until every multiprocessor has one.
 
     An early launch would slow the attention before it: see docs/design/execution.md.
     """
@@ -178,8 +184,8 @@ def _tiled_linear(
     (num_rows, depth), count = x.shape, num_processors(x.device)
     num_tiles, num_parts = weight.shape[0] // _TILE_COLUMNS, _num_parts(weight)
     num_columns = weight.shape[0] if activation is None else weight.shape[0] // 2
-    out = x.new_empty((num_rows, num_columns))
-    parts = out if num_parts == 1 else x.new_empty((num_parts, num_rows, num_columns), dtype=torch.float32)
+    shape, dtype = (num_parts, num_rows, num_columns), x.dtype if num_parts == 1 else torch.float32
+    parts = x.new_empty(shape, dtype=dtype)
     _tile_kernel[(num_tiles, num_parts)](
         x,
         weight,
@@ -196,7 +202,7 @@ def _tiled_linear(
         num_stages=6 if num_tiles * num_parts <= count else 4,  # one program to a multiprocessor, or two
         **early_launch(x.device, is_early),
     )
-    return out if num_parts == 1 else sum_parts(parts, bias, out)
+    return parts[0] if num_parts == 1 else Parts(parts, bias, x.dtype)
 
 
 @triton.jit(do_not_specialize=["num_rows"])  # type: ignore[untyped-decorator]
@@ -240,43 +246,3 @@ def _tile_kernel(  # type: ignore[no-untyped-def]
     column, total = _results(column, total, out.dtype.element_ty, COLUMNS, ACTIVATION)
     target = out + (part * num_rows + row)[:, None] * num_columns + column[None, :]
     tl.store(target, total.T.to(out.dtype.element_ty), mask=is_row[:, None])
-
-
-def sum_parts(parts: Tensor, bias: Tensor | None, out: Tensor) -> Tensor:
-    """Writes the sum of float32 ``[num_parts, *out.shape]``, in this order, and of ``bias`` to ``out``; returns it."""
-    _sum_kernel[(triton.cdiv(out.numel(), _SUM_BLOCK),)](
-        parts,
-        bias,
-        out,
-        out.numel(),
-        out.shape[1],
-        parts.shape[0],
-        BLOCK=_SUM_BLOCK,
-        num_warps=4,
-        **early_launch(out.device),
-    )
-    return out
-
-
-@triton.jit(do_not_specialize=["num_parts"])  # type: ignore[untyped-decorator]
-def _sum_kernel(  # type: ignore[no-untyped-def]
-    parts,
-    bias,
-    out,
-    num_elements,
-    num_columns,
-    num_parts,
-    BLOCK: tl.constexpr,  # noqa: N803
-    IS_EARLY: tl.constexpr,  # noqa: N803
-):
-    """Each program sums the parts of some elements of the result."""
-    start_next(IS_EARLY)
-    await_previous(IS_EARLY)
-    element = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
-    is_element = element < num_elements
-    total = tl.zeros([BLOCK], tl.float32)
-    for part in range(num_parts):
-        total += tl.load(parts + part * num_elements + element, mask=is_element, other=0.0)
-    if bias is not None:
-        total += tl.load(bias + element % num_columns, mask=is_element, other=0.0).to(tl.float32)
-    tl.store(out + element, total.to(out.dtype.element_ty), mask=is_element)

@@ -15,8 +15,8 @@ from torch import Tensor
 from hiserve.core.quantization import TILE_ROWS
 from hiserve.kernels.few_bits import has_instructions
 from hiserve.kernels.launch import await_previous, early_launch, num_processors, prefetch, start_next
+from hiserve.kernels.parts import Summand, Parts
 from hiserve.kernels.quantized import MIDDLE, QuantizedWeight
-from hiserve.kernels.skinny_linear import sum_parts
 from hiserve.kernels.terms import FINE, GROUP, Terms
 
 MAX_ROWS = 32
@@ -67,12 +67,12 @@ def takes_terms(weight: QuantizedWeight) -> bool:
     return num_columns % TILE_ROWS == 0 and depth % GROUP == 0 and (spec.bits == 8 or spec.group == (1, GROUP))
 
 
-def multiply_terms(
+def term_parts(
     terms: Terms, weight: QuantizedWeight, bias: Tensor | None, dtype: torch.dtype = torch.bfloat16
-) -> Tensor:
+) -> Summand:
     """Projects inputs in two terms, ``[T, n]`` in the order of the weight's columns, to ``[T, rows]`` of a type.
 
-    Few tiles are split along their depth; the parts are summed in order.
+    Few tiles are split along their depth; their parts are left to the reader.
     """
     num_rows, _, depth = terms.codes.shape
     num_columns, device, tile = weight.shape[0], weight.device, TILES[weight.spec.bits]
@@ -81,8 +81,8 @@ def multiply_terms(
     columns = TILE_ROWS if num_columns % columns else columns
     num_tiles = num_columns // columns
     num_parts = max(1, min(count * tile.programs // num_tiles, depth // GROUP // _MIN_BLOCKS))
-    out = torch.empty((num_rows, num_columns), dtype=dtype, device=device)
-    parts = out if num_parts == 1 else out.new_empty((num_parts, num_rows, num_columns), dtype=torch.float32)
+    shape = (num_parts, num_rows, num_columns)
+    parts = torch.empty(shape, dtype=dtype if num_parts == 1 else torch.float32, device=device)
     settings: dict[str, Any] = {"ROWS": next(rows for rows in _ROWS if num_rows <= rows), "COLUMNS": columns}
     settings |= {"num_warps": tile.num_warps, "num_stages": tile.num_stages, **early_launch(device)}
     behind = bias if num_parts == 1 else None, parts, num_rows, num_columns, depth
@@ -93,7 +93,7 @@ def multiply_terms(
         settings |= {"TILE_ROWS": TILE_ROWS, "MIDDLE_ZERO": MIDDLE, "SCALES_AHEAD": _SCALES_AHEAD}
         settings["HAS_INSTRUCTIONS"] = has_instructions(device, torch.bfloat16)
         _int4_kernel[(num_tiles, num_parts)](*terms, weight.codes, weight.scales, weight.zeros, *behind, **settings)
-    return out if num_parts == 1 else sum_parts(parts, bias, out)
+    return parts[0] if num_parts == 1 else Parts(parts, bias, dtype)
 
 
 @triton.jit(do_not_specialize=["num_rows"])  # type: ignore[untyped-decorator]

@@ -10,6 +10,8 @@ from torch import Tensor
 from hiserve.core.activation import Activation
 from hiserve.kernels.activate import activate
 from hiserve.kernels.launch import await_previous, early_launch, start_next
+from hiserve.kernels.parts import Summand, pieces
+from hiserve.kernels.parts_triton import load_delta
 from hiserve.kernels.row_codec_triton import to_e4m3
 from hiserve.kernels.terms import FINE, GROUP, LEAST_EXPONENT, TOP, Terms
 
@@ -36,19 +38,23 @@ def split_terms(x: Tensor, order: Tensor | None = None, *, is_early: bool = True
     return terms
 
 
-def norm_terms(x: Tensor, delta: Tensor | None, weight: Tensor, eps: float) -> Terms:
+def norm_terms(x: Tensor, delta: Summand | None, weight: Tensor, eps: float) -> Terms:
     """Like ``split_terms`` of ``rms_norm`` or ``add_rms_norm``, which rounds as these do; of 16-bit types."""
-    assert x.stride(1) == 1 and (delta is None or delta.is_contiguous()), f"elements {x.stride()} apart"
+    values, bias, num_parts = pieces(delta)
+    assert x.stride(1) == 1 and (values is None or values.is_contiguous()), f"elements {x.stride()} apart"
     (num_rows, size), groups = x.shape, x.shape[1] // GROUP
     terms, block = _empty(num_rows, size, x.device), triton.next_power_of_2(groups)
     _norm_kernel[(num_rows,)](
         x,
-        delta,
+        values,
+        bias,
         weight,
         *_pointers(terms),
         eps,
         x.stride(0),
+        num_rows * size,
         groups,
+        NUM_PARTS=num_parts,
         GROUPS=block,
         num_warps=max(1, min(_MAX_WARPS, block // _GROUPS_PER_WARP)),
         **early_launch(x.device),
@@ -142,13 +148,16 @@ def _split_kernel(  # type: ignore[no-untyped-def]
 def _norm_kernel(  # type: ignore[no-untyped-def]
     x,
     delta,
+    bias,
     weight,
     codes,
     scales,
     sums,
     eps,
     stride,
+    part_stride,
     groups,
+    NUM_PARTS: tl.constexpr,  # noqa: N803
     GROUPS: tl.constexpr,  # noqa: N803
     IS_EARLY: tl.constexpr,  # noqa: N803
 ):
@@ -161,8 +170,8 @@ def _norm_kernel(  # type: ignore[no-untyped-def]
     high_weight = tl.load(weight + column + 64, mask=mask, other=0.0)
     await_previous(IS_EARLY)
     source, beside = x + row * stride + column, row * (groups * 128) + column
-    low = _add(source, delta, beside, mask)
-    high = _add(source + 64, delta, beside + 64, mask)
+    low = _add(source, delta, bias, beside, column, mask, part_stride, NUM_PARTS)
+    high = _add(source + 64, delta, bias, beside + 64, column + 64, mask, part_stride, NUM_PARTS)
     factor = tl.rsqrt(tl.sum(tl.sum(low * low + high * high, 1), 0) / (groups * 128) + eps)
     dtype: tl.constexpr = x.dtype.element_ty
     low = ((low * factor).to(low_weight.dtype).to(tl.float32) * low_weight.to(tl.float32)).to(dtype).to(tl.float32)
@@ -171,11 +180,12 @@ def _norm_kernel(  # type: ignore[no-untyped-def]
 
 
 @triton.jit
-def _add(source, delta, beside, mask):  # type: ignore[no-untyped-def]
+def _add(source, delta, bias, beside, column, mask, part_stride, NUM_PARTS: tl.constexpr):  # type: ignore[no-untyped-def]  # noqa: N803
     """Returns float32 numbers of the residual stream; with a delta, it first writes the sum back."""
     value = tl.load(source, mask=mask, other=0.0).to(tl.float32)
     if delta is not None:
-        value += tl.load(delta + beside, mask=mask, other=0.0).to(tl.float32)
+        dtype: tl.constexpr = source.dtype.element_ty
+        value += load_delta(delta, bias, beside, column, mask, part_stride, dtype, NUM_PARTS).to(tl.float32)
         narrow = value.to(source.dtype.element_ty)
         tl.store(source, narrow, mask=mask)
         value = narrow.to(tl.float32)

@@ -15,6 +15,7 @@ from hiserve.core.forward import ForwardInputs, ForwardOutputs, LayerKV
 from hiserve.distributed.exchange import Exchange, Exchanged
 from hiserve.kernels.ops import Ops
 from hiserve.kernels.packed_weights import Weights
+from hiserve.kernels.parts import Summand
 from hiserve.kernels.routing import ExpertGroups
 from hiserve.layers import (
     Embedding,
@@ -50,17 +51,19 @@ class Layer:
     attn_out_norm: RMSNorm | None = None
     mlp_out_norm: RMSNorm | None = None
 
-    def finish(self, attn_out: Tensor, residual: Tensor) -> Tensor:
+    def finish(self, attn_out: Tensor, residual: Tensor) -> Summand:
         """Computes the layer after attention; returns the MLP's output, not yet added to the residual stream.
 
         ``attn_out`` is attention's output, ``[T, num_heads * head_dim]``; ``residual``, ``[T, hidden_size]``, is updated in
         place.
         """
-        delta = self.attention.out(attn_out)
-        if self.attn_out_norm is not None:
-            delta = self.attn_out_norm(delta)
-        out = self.mlp(self.mlp_norm.inputs(residual, delta))
-        return out if self.mlp_out_norm is None else self.mlp_out_norm(out)
+        if self.attn_out_norm is not None and self.mlp_out_norm is not None:
+            delta = self.attn_out_norm(self.attention.out(attn_out))
+            return self.mlp_out_norm(self.mlp(self.mlp_norm.inputs(residual, delta)))
+        if self.mlp_norm.exchange is not None:
+            return self.mlp(self.mlp_norm.inputs(residual, self.attention.out(attn_out)))
+        x = self.mlp_norm.inputs(residual, self.attention.out.parts(attn_out))
+        return self.mlp.parts(x) if isinstance(self.mlp, GatedMLP) else self.mlp(x)
 
 
 class Decoder:

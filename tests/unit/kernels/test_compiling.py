@@ -60,7 +60,7 @@ pytestmark = pytest.mark.filterwarnings("ignore:TRITON_DEFAULT_FP_FUSION")  # to
 BF16 = torch.bfloat16
 ABSORBED = {"latent_decode._attend", "latent_decode._join"}
 TERMS = {f"terms_triton._{name}_kernel" for name in ("split", "norm", "act")}
-TERMS |= {"term_products._fp8_kernel", "term_products._int4_kernel", "skinny_linear._sum_kernel"}
+TERMS |= {"term_products._fp8_kernel", "term_products._int4_kernel", "parts_triton._sum_kernel"}
 
 
 @pytest.fixture
@@ -202,6 +202,8 @@ def project() -> None:
     fused.linear(torch.zeros(1, 96, dtype=BF16), torch.zeros(64, 96, dtype=BF16), None, is_after_attention=False)
     deep = torch.zeros(64, 2048, dtype=BF16)
     fused.linear(torch.zeros(4, 2048, dtype=BF16), deep, torch.zeros(64, dtype=BF16), is_after_attention=False)
+    parts = fused.linear_parts(torch.zeros(4, 2048, dtype=BF16), deep, deep[0, :64].clone(), is_after_attention=False)
+    fused.add_rms_norm(parts, torch.zeros(4, 64, dtype=BF16), torch.ones(64, dtype=BF16), 1e-6)
     gate_up = torch.zeros(1024, 128, dtype=BF16)
     for num_rows in (1, 20):
         fused.act_linear(torch.zeros(num_rows, 128, dtype=BF16), gate_up, torch.zeros(1024, dtype=BF16), GELU_TANH)
@@ -412,12 +414,12 @@ RUNS: dict[str, tuple[Callable[[], None], set[str]]] = {
             "few_experts._down_kernel",
         },
     ),
-    "products": (project, {f"skinny_linear.{name}_kernel" for name in ("_row", "_tile", "_sum")}),
+    "products": (project, {"skinny_linear._row_kernel", "skinny_linear._tile_kernel", "parts_triton._sum_kernel", "fused._norm_kernel"}),
     "few bits": (
         lambda: project_in_few_bits(
             (("rows", 100), ("rows", 200), ("blocks", 200), ("small", 2), ("large", 100), ("large", 200))
         ),
-        {"quantized_linear._fp8_kernel", "quantized_linear._int4_kernel", "skinny_linear._sum_kernel"}
+        {"quantized_linear._fp8_kernel", "quantized_linear._int4_kernel", "parts_triton._sum_kernel"}
         | {f"scaled_products.{name}_kernel" for name in ("_round", "_upcast", "_block")},
     ),
     "terms": (lambda: project_in_terms(32), TERMS),
@@ -463,7 +465,7 @@ RUNS: dict[str, tuple[Callable[[], None], set[str]]] = {
     ),
     "sums in one order": (
         sum_in_order,
-        {"exact_linear._product_kernel", "exact_decode._attend", "exact_extend._extend", "skinny_linear._sum_kernel"}
+        {"exact_linear._product_kernel", "exact_decode._attend", "exact_extend._extend", "parts_triton._sum_kernel"}
         | {"attention_schedule._schedule"},
     ),
     "pages": (pages, {"page_lists._list_pages", "page_copy._copy_pages"}),

@@ -8,13 +8,17 @@ HEADER = """
 import torch
 from torch.testing import assert_close
 from hiserve.kernels import exact, exact_linear, reference
-from hiserve.kernels.exact_linear import Tile, count_parts, multiply
+from hiserve.kernels.exact_linear import Tile, count_parts
+from hiserve.kernels.parts_triton import summed
 
 torch.set_num_threads(1)
 generator = torch.Generator().manual_seed(5)
 
 def randn(*shape, dtype=torch.float16):
     return torch.randn(shape, generator=generator).to(dtype)
+
+def multiply(*arguments):
+    return summed(exact_linear.multiply(*arguments, is_early=False))
 """
 TILES = """
 exact_linear._PART_DEPTH = 128
@@ -26,15 +30,15 @@ for depth, columns, parts in ((416, 40, 3), (256, 64, 2), (72, 72, 1)):
     assert count_parts(columns, depth) == parts
     x, weight, bias = randn(20, depth), randn(columns, depth), None if parts == 2 else randn(columns)
     expected = reference.linear(x.double(), weight.double(), None if bias is None else bias.double())
-    found = [multiply(x, weight, bias, tile, is_early=False) for tile in (few, tall, wide)]
+    found = [multiply(x, weight, bias, tile) for tile in (few, tall, wide)]
     exact_linear._SPREAD_ROWS = 0  # parts are joined by the program that makes them
-    found.append(multiply(x, weight, bias, tall, is_early=False))
+    found.append(multiply(x, weight, bias, tall))
     exact_linear._SPREAD_ROWS = 128
     assert_close(found[0].double(), expected, atol=1e-2, rtol=8e-3)
     assert all(torch.equal(found[0], each) for each in found[1:]), (depth, columns)
     for rows in (1, 5):
-        assert torch.equal(multiply(x[:rows], weight, bias, few, is_early=False), found[0][:rows])
-assert multiply(x[:0], weight, bias, few, is_early=False).shape == (0, columns)
+        assert torch.equal(multiply(x[:rows], weight, bias, few), found[0][:rows])
+assert multiply(x[:0], weight, bias, few).shape == (0, columns)
 """
 CHOICES = """
 for rows in range(1, 3000, 7):
@@ -44,7 +48,7 @@ for rows in range(1, 3000, 7):
         assert tile.columns == 64 or rows > 128 or columns >= 132 * tile.columns
         assert exact_linear._UNIT % tile.depth == 0 and max(tile.rows, tile.columns) >= 64  # rows of a matrix instruction
 launched = []
-exact_linear.multiply = lambda x, weight, bias, tile, is_early: launched.append(is_early)
+exact_linear.multiply = lambda x, weight, bias, tile, is_early: launched.append(is_early) or x
 x, weight = randn(3, 64), randn(8, 64)
 for is_after_attention in (True, False):
     exact.linear(x, weight, None, is_after_attention=is_after_attention)

@@ -16,6 +16,8 @@ from torch.testing import assert_close
 from hiserve.core.activation import GELU_TANH, SILU, Activation
 from hiserve.core.forward import LayerKV
 from hiserve.kernels import fused, reference
+from hiserve.kernels.parts import Parts
+from hiserve.kernels.parts_triton import summed
 
 torch.set_num_threads(1)
 generator = torch.Generator().manual_seed(5)
@@ -42,7 +44,15 @@ for dtype in DTYPES:
         ours, theirs = x.clone(), x.clone()
         close(fused.add_rms_norm(delta, ours, weight, 1e-5), reference.add_rms_norm(delta, theirs, weight, 1e-5), dtype)
         assert torch.equal(ours, theirs), dtype
-    if dtype == torch.float16:  # one rounding with a wider weight
+    if dtype == torch.float16:
+        x, weight, bias = (randn(*shape, dtype=dtype, scale=9) for shape in ((5, 100), (100,), (100,)))
+        values = randn(4, 5, 100, dtype=torch.float32)
+        for parts in (Parts(values, bias, dtype), Parts(values[:2], None, dtype)):  # rounded as in a launch of their own
+            ours, theirs = x.clone(), x.clone()
+            got = fused.add_rms_norm(parts, ours, weight, 1e-5)
+            assert torch.equal(got, fused.add_rms_norm(summed(parts), theirs, weight, 1e-5)) and torch.equal(ours, theirs)
+            assert_close(summed(parts), (values[: len(parts.values)].sum(0) + (0 if parts.bias is None else bias)).half(), atol=1e-2, rtol=1e-3)
+        # one rounding with a wider weight
         x, weight = randn(5, 100, dtype=dtype, scale=9), 1 + randn(100, dtype=torch.float32) / 300
         close(fused.rms_norm(x, weight, 1e-5), reference.rms_norm(x, weight, 1e-5), dtype)
         assert (fused.rms_norm(x, weight, 1e-5) == reference.rms_norm(x, weight, 1e-5)).float().mean() > 0.99

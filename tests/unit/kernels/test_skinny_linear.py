@@ -7,7 +7,7 @@ from tests.helpers.interpreted import run_interpreted
 HEADER = """
 import torch
 from torch.testing import assert_close
-from hiserve.kernels import skinny_linear as linear, reference
+from hiserve.kernels import parts_triton, reference, skinny_linear as linear
 
 torch.set_num_threads(1)
 generator = torch.Generator().manual_seed(5)
@@ -70,7 +70,7 @@ class Told:
         return self.kernel[grid]
 
 grids = []
-linear._tile_kernel, linear._sum_kernel = Told(linear._tile_kernel), Told(linear._sum_kernel)
+linear._tile_kernel, parts_triton._sum_kernel = Told(linear._tile_kernel), Told(parts_triton._sum_kernel)
 # (processors, depth, columns): whole tiles; parts with and without a rest; parts of no less than four blocks; no more
 # parts than there are processors for
 for processors, depth, columns, of_tiles in (

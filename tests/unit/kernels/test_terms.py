@@ -14,6 +14,8 @@ from torch.testing import assert_close
 from hiserve.core.activation import GELU_TANH
 from hiserve.core.quantization import QuantSpec
 from hiserve.kernels import fused, quantized, quantized_linear, reference, term_products, terms, terms_triton
+from hiserve.kernels.parts import Parts
+from hiserve.kernels.parts_triton import summed
 from hiserve.kernels.quantized import QuantizedWeight, pack_codes, quantize
 from tests.helpers.terms import spell
 
@@ -46,11 +48,11 @@ for kind, rows, columns in (("rows", 192, 1152), ("blocks", 384, 256), ("int", 6
     x[1] *= 1e-30
     expected = x.double() @ values.T
     split = terms_triton.split_terms(x, weight.order)
-    whole = term_products.multiply_terms(split, weight, None, torch.float32)
+    whole = summed(term_products.term_parts(split, weight, None, torch.float32))
     error = (whole.double() - expected).abs().amax(1) / expected.abs().amax(1)
     assert error.max() < 2e-6, (kind, error)
     one = terms.Terms(*(each[:1] for each in split))  # the same in any batch, but for its bias
-    assert_close(term_products.multiply_terms(one, weight, bias, torch.float32), whole[:1] + bias.float())
+    assert_close(summed(term_products.term_parts(one, weight, bias, torch.float32)), whole[:1] + bias.float())
     x[0, 7], x[2, 100] = torch.inf, torch.nan
     found = quantized_linear.quantized_linear(x[:5], weight, None)
     assert found.dtype == x.dtype
@@ -72,10 +74,11 @@ for given in ((residual.repeat(11, 1), None, norm, 1e-6, weight), (narrow[0], na
 # The interpreter rounds to bfloat16 otherwise than torch; of float16 it rounds as torch does.
 residual, delta, norm, gate_up = narrow
 term_products.has_terms = lambda x, weight: True
-for given in (None, delta):
+parts = Parts(torch.randn(3, 3, 1152, generator=generator), norm, torch.float16)
+for given in (None, delta, parts):
     before, after = residual.clone(), residual.clone()
     found = fused.norm_inputs(after, given, norm, 1e-6, weight)
-    expected = reference.norm_inputs(before, given, norm, 1e-6, weight)
+    expected = reference.norm_inputs(before, summed(given) if isinstance(given, Parts) else given, norm, 1e-6, weight)
     assert torch.equal(before, after)
     assert_close(spell(found), spell(terms.split_terms(expected)), rtol=4e-3, atol=1e-5)
     assert_close(found.sums, expected.float().view(3, 9, 128).sum(-1), rtol=1e-3, atol=1e-1)
