@@ -29,8 +29,8 @@ PERIOD_S = 0.05
 
 WIDTHS = (1, 2, 4, 8, 16, 32, 64)
 """Tokens of rows that attention takes as short ones, in any group of query heads: each next power of two once."""
-MANY = 32
-"""Rows of one token: a product with the output layer's weights has another kernel for so many rows than for few."""
+MANY = (32, 64, 128)
+"""Rows of one token: a product with the output layer's weights has a kernel for each of these numbers, and others for few."""
 LONG = 2 * WIDTHS[-1]
 """Tokens of a row that is never short, in which drafts are not either."""
 
@@ -143,9 +143,11 @@ def _steps(max_len: int, num_draft: int) -> Iterator[tuple[list[_WarmupRow], int
     for width in WIDTHS:
         yield [_WarmupRow(width)], num_draft
         yield [_WarmupRow(width), _WarmupRow(1)], 0
-    yield [_WarmupRow(1)] * MANY, 0
+    for count in MANY:
+        yield [_WarmupRow(1)] * count, 0
     for drafts in range(1, num_draft + 1):
         yield [_WarmupRow(1, drafts, max_len), _WarmupRow(1, 0, max_len)], drafts
+        yield [_WarmupRow(1, drafts, max_len)] * MANY[0], drafts
     # Rows with a prefix, or those besides some without, whose keys are split among programs if they may be many.
     for bound in (LONG + 1, max_len):
         yield [_WarmupRow(LONG, 0, bound)], num_draft

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import NamedTuple
+
 import torch
 import torch.nn.functional as F
 import triton
@@ -23,17 +25,34 @@ _MAX_ROW_ELEMENTS = 1 << 24  # largest weight of whole tiles for which a single 
 # Of a float32 weight, times the 16-bit rows that each read all of it: most of it is in the device's cache.
 _MAX_WIDE_ELEMENTS = 1 << 22
 
-_TILE_ROWS = (16, 32)
+_FEW_ROWS = 32  # up to which no library is faster
 _TILE_COLUMNS = 64
 _TILE_DEPTH = 128
 _MIN_BLOCKS = 4  # of depth, for each part
 
 
+class _Tile(NamedTuple):
+    """Sizes of a program: columns of the product, and blocks of the depth, some of which are in flight."""
+
+    columns: int
+    depth: int
+    num_warps: int
+    num_stages: int
+
+
+# By the most rows. Two programs, or one with more blocks in flight, use all of a multiprocessor's bandwidth.
+_TILES = {rows: _Tile(_TILE_COLUMNS, _TILE_DEPTH, 4, 4) for rows in (16, 32, 64, 128)}
+_STAGES_ALONE = 6
+# Of weights of so many columns that every multiprocessor has such a tile: the inputs are read half as often.
+_WIDE_TILES = {64: _Tile(128, 64, 4, 4), 128: _Tile(128, 64, 8, 3)}
+
+
 def linear(x: Tensor, weight: Tensor, bias: Tensor | None, *, is_after_attention: bool = False) -> Tensor:
     """Like ``reference.linear``, for weights that were on the device before the step.
 
-    Up to 32 rows of a 16-bit type use the tiled kernel if the weight is of whole tiles; a single row uses the row
-    kernel unless the weight is large and of whole tiles. On an H200 the four products of a layer of Llama-8B take 114,
+    Up to 32 rows of a 16-bit type use the tiled kernel if the weight is of whole tiles, and so do up to 128 rows if the
+    weight has many columns or its depth is split; a single row uses the row kernel unless the weight is large and of
+    whole tiles. On an H200 the four products of a layer of Llama-8B take 114,
     116 and 120 us for 1, 8 and 32 rows, and 102 us at the rate of a copy (``benchmarks/results/layers.json``).
     """
     return summed(linear_parts(x, weight, bias, is_after_attention=is_after_attention))
@@ -49,7 +68,7 @@ def linear_parts(x: Tensor, weight: Tensor, bias: Tensor | None, *, is_after_att
         return F.linear(x.to(weight.dtype), weight, bias)
     if x.dtype.itemsize == 2 and num_rows == 1 and _suits_rows(weight):
         return row_linear(x, weight, bias)
-    if x.dtype.itemsize == 2 and 1 <= num_rows <= _TILE_ROWS[-1] and _has_whole_tiles(weight):
+    if x.dtype.itemsize == 2 and _suits_tiles(num_rows, weight):
         return _tiled_linear(x, weight, bias, is_early=not is_after_attention)
     return F.linear(x, weight, bias)
 
@@ -64,7 +83,7 @@ def act_linear(x: Tensor, weight: Tensor, bias: Tensor | None, activation: Activ
         return None
     if num_rows == 1 and _suits_rows(weight):
         return row_linear(x, weight, bias, activation)
-    if 1 <= num_rows <= _TILE_ROWS[-1] and _has_whole_tiles(weight) and _num_parts(weight) == 1:
+    if 1 <= num_rows <= max(_TILES) and _has_whole_tiles(weight) and _num_parts(weight) == 1:
         return summed(_tiled_linear(x, weight, bias, is_early=True, activation=activation))
     return None
 
@@ -77,6 +96,18 @@ def _has_whole_tiles(weight: Tensor) -> bool:
 def _suits_rows(weight: Tensor) -> bool:
     """Whether a single row is multiplied by programs of one row."""
     return not (_has_whole_tiles(weight) and weight.numel() > _MAX_ROW_ELEMENTS)
+
+
+def _suits_tiles(num_rows: int, weight: Tensor) -> bool:
+    """Whether rows are multiplied by the tiled kernel."""
+    if not (1 <= num_rows <= max(_TILES) and _has_whole_tiles(weight)):
+        return False
+    return num_rows <= _FEW_ROWS or _is_wide(weight) or _num_parts(weight) > 1
+
+
+def _is_wide(weight: Tensor) -> bool:
+    columns = _WIDE_TILES[64].columns
+    return weight.shape[0] % columns == 0 and weight.shape[0] >= columns * num_processors(weight.device)
 
 
 def _num_parts(weight: Tensor) -> int:
@@ -181,8 +212,12 @@ def _tiled_linear(
     An early launch would slow the attention before it: see docs/design/execution.md.
     """
     assert x.is_contiguous() and weight.is_contiguous(), (x.stride(), weight.stride())
-    (num_rows, depth), count = x.shape, num_processors(x.device)
-    num_tiles, num_parts = weight.shape[0] // _TILE_COLUMNS, _num_parts(weight)
+    (num_rows, depth), num_parts = x.shape, _num_parts(weight)
+    rows = next(rows for rows in _TILES if num_rows <= rows)
+    tile = _WIDE_TILES[rows] if rows in _WIDE_TILES and _is_wide(weight) else _TILES[rows]
+    num_tiles = weight.shape[0] // tile.columns
+    if rows <= _FEW_ROWS and num_tiles * num_parts <= num_processors(x.device):
+        tile = tile._replace(num_stages=_STAGES_ALONE)
     num_columns = weight.shape[0] if activation is None else weight.shape[0] // 2
     shape, dtype = (num_parts, num_rows, num_columns), x.dtype if num_parts == 1 else torch.float32
     parts = x.new_empty(shape, dtype=dtype)
@@ -195,11 +230,11 @@ def _tiled_linear(
         num_columns,
         depth,
         ACTIVATION=activation,
-        ROWS=next(rows for rows in _TILE_ROWS if num_rows <= rows),
-        COLUMNS=_TILE_COLUMNS,
-        DEPTH=_TILE_DEPTH,
-        num_warps=4,
-        num_stages=6 if num_tiles * num_parts <= count else 4,  # one program to a multiprocessor, or two
+        ROWS=rows,
+        COLUMNS=tile.columns,
+        DEPTH=tile.depth,
+        num_warps=tile.num_warps,
+        num_stages=tile.num_stages,
         **early_launch(x.device, is_early),
     )
     return parts[0] if num_parts == 1 else Parts(parts, bias, x.dtype)

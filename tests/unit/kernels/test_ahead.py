@@ -292,7 +292,7 @@ def test_steps_of_any_size_find_kernels_of_latents_and_experts_compiled(
     def stack(each: list[GatedMLP]) -> StackedExperts:
         """Experts as on a GPU."""
         gate_up, down = (torch.stack([getattr(mlp, name)._weight for mlp in each]) for name in ("gate_up", "down"))
-        return StackedExperts(gate_up, down, each[0].ops)
+        return StackedExperts(gate_up, down, each[0].down._ops)
 
     monkeypatch.setattr(decoder, "SparseExperts", stack)
     shape = {"hidden_size": 64, "intermediate_size": 64, "moe_intermediate_size": 64, "num_hidden_layers": 3}

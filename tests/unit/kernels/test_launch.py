@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import re
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -67,7 +68,8 @@ def pointer(node: ast.expr, assigned: dict[str, ast.expr]) -> str:
 
 @pytest.mark.parametrize(("file", "name"), early_kernels())
 def test_a_kernel_that_begins_early_awaits_the_one_before_it_first(file: str, name: str) -> None:
-    body = functions(FOLDER / file)[name].body
+    own = functions(FOLDER / file)
+    body = own[name].body
     await_at = [index for index, statement in enumerate(body) if ast.unparse(statement) == "await_previous(IS_EARLY)"]
     assert len(await_at) == 1, "not awaited on every way through"
     assigned: dict[str, ast.expr] = {}
@@ -79,6 +81,8 @@ def test_a_kernel_that_begins_early_awaits_the_one_before_it_first(file: str, na
                 assert pointer(call.args[0], assigned) in WEIGHTS, f"{ast.unparse(call)} before the wait"
             else:
                 is_harmless = called == "start_next" or called.endswith(".to") or called.startswith("tl.")
+                if called in own:
+                    is_harmless = not re.search("tl.(load|store|atomic)", ast.unparse(own[called]))
                 assert is_harmless and not called.startswith(("tl.store", "tl.atomic")), f"{called} before the wait"
         if isinstance(statement, ast.Assign) and isinstance(statement.targets[0], ast.Name):
             assigned[statement.targets[0].id] = statement.value
