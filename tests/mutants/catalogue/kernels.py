@@ -24,7 +24,9 @@ from hiserve.kernels import (
     noise,
     packed_products,
     packed_triton,
+    parts_triton,
     reference,
+    skinny_linear,
     step_inputs,
     step_reference,
     term_products,
@@ -52,6 +54,7 @@ from tests.unit.kernels import (
     test_random,
     test_reference,
     test_routing,
+    test_skinny_linear,
     test_step_triton,
     test_terms,
 )
@@ -228,3 +231,11 @@ with exact_reference.act_mul, test_exact_reference.test_a_row_has_the_same_bits_
     "INV 85: on a CPU activations of several rows are computed together, whose last ones have other instructions"
     _row_by_row(partial(reference.act_mul, activation=activation), gate_up)
     reference.act_mul(gate_up, activation)
+with skinny_linear._results, test_skinny_linear.test_the_activation_of_a_projection_has_the_bits_of_its_own_launch:
+    "gates and ups are not rounded before they meet, so that a batch of another size has other bits"
+    total.to(dtype).to(tl.float32)
+    total
+with parts_triton.load_delta, test_fused.test_fused_kernels_compute_what_their_twins_do:
+    "a norm does not round the sum of parts before it adds it to the residual stream"
+    total.to(dtype)
+    total

@@ -205,7 +205,7 @@ def project() -> None:
     parts = fused.linear_parts(torch.zeros(4, 2048, dtype=BF16), deep, deep[0, :64].clone(), is_after_attention=False)
     fused.add_rms_norm(parts, torch.zeros(4, 64, dtype=BF16), torch.ones(64, dtype=BF16), 1e-6)
     gate_up = torch.zeros(1024, 128, dtype=BF16)
-    for num_rows in (1, 20):
+    for num_rows in (1, 20, 100):
         fused.act_linear(torch.zeros(num_rows, 128, dtype=BF16), gate_up, torch.zeros(1024, dtype=BF16), GELU_TANH)
 
 

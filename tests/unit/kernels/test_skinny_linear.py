@@ -103,7 +103,9 @@ from hiserve.kernels import fused
 linear.num_processors = lambda device: 4
 # (rows, depth, columns): a row alone, with uneven ends and two blocks; tiles, of which every processor has one, with a rest of rows
 CAPPED = Activation(slope=1.702, shift=1.0, limit=7.0)
-for rows, depth, columns, activation in ((1, 40, 6, CAPPED), (1, 2100, 10, SILU), (3, 256, 256, SILU), (17, 128, 320, CAPPED)):
+for rows, depth, columns, activation in (
+    (1, 40, 6, CAPPED), (1, 2100, 10, SILU), (3, 256, 256, SILU), (17, 128, 320, CAPPED), (33, 128, 512, SILU)
+):
     x, bias = randn(rows, depth, dtype=torch.float16), randn(columns, dtype=torch.float16)
     weight = randn(columns, depth, dtype=torch.float16) / 16
     got = linear.act_linear(x, weight, bias, activation)
@@ -111,7 +113,7 @@ for rows, depth, columns, activation in ((1, 40, 6, CAPPED), (1, 2100, 10, SILU)
     assert_close(got, reference.act_linear(x, weight, bias, activation), atol=2e-2, rtol=8e-3)
 # Depth in parts, too many rows, no whole tiles, no row, a wider type: in two launches.
 for rows, depth, columns, dtype in (
-    (2, 1024, 128, torch.float16), (33, 128, 256, torch.float16), (2, 128, 96, torch.float16), (0, 128, 256, torch.float16),
+    (2, 1024, 128, torch.float16), (129, 128, 256, torch.float16), (2, 128, 96, torch.float16), (0, 128, 256, torch.float16),
     (2, 128, 256, torch.float32),
 ):
     x, weight = randn(rows, depth, dtype=dtype), randn(columns, depth, dtype=dtype) / 16
@@ -120,6 +122,29 @@ for rows, depth, columns, dtype in (
 linear._MAX_ROW_ELEMENTS, linear.row_linear = 0, refuse
 x, weight = randn(1, 128, dtype=torch.float16), randn(256, 128, dtype=torch.float16)
 assert torch.equal(linear.act_linear(x, weight, None, SILU), fused.act_mul(linear.linear(x, weight, None)))
+"""
+MORE_ROWS = """
+linear.num_processors = lambda device: 2
+tiles = []
+class Told:
+    def __init__(self, kernel):
+        self.kernel = kernel
+
+    def __getitem__(self, grid):
+        return lambda *given, **named: (tiles.append((named["ROWS"], named["COLUMNS"], *grid)), self.kernel[grid](*given, **named))
+
+linear._tile_kernel = Told(linear._tile_kernel)
+# Many columns; a split depth, with a rest of rows: tiles of their own. Neither of both, and more rows: a library's product.
+for rows, depth, columns, expected in (
+    (33, 128, 256, (64, 128, 2, 1)), (100, 128, 256, (128, 128, 2, 1)), (65, 1024, 64, (128, 64, 1, 2)), (32, 128, 256, (32, 64, 4, 1))
+):
+    tiles.clear()
+    check(rows, depth, columns, torch.float16)
+    assert tiles == [expected] * 2, tiles
+for rows, depth, columns in ((33, 128, 128), (129, 128, 256)):
+    check_plain(rows, depth, columns, torch.float16)
+parts = linear.linear_parts(randn(33, 1024, dtype=torch.float16), randn(64, 1024, dtype=torch.float16), None)
+assert parts.values.shape == (2, 33, 64) and parts.dtype == torch.float16
 """
 
 
@@ -137,3 +162,7 @@ def test_few_rows_are_projected_as_rows_are() -> None:
 
 def test_the_activation_of_a_projection_has_the_bits_of_its_own_launch() -> None:
     run_interpreted(HEADER + ACTIVATED)
+
+
+def test_more_rows_have_tiles_of_their_own_where_these_win() -> None:
+    run_interpreted(HEADER + MORE_ROWS)
