@@ -16,7 +16,7 @@ from torch import Tensor
 from triton.tools.tensor_descriptor import TensorDescriptor
 
 from hiserve.kernels.launch import await_previous, early_launch, start_next
-from hiserve.kernels.parts import Summand, Parts
+from hiserve.kernels.parts import Parts, Summand
 
 _PROGRAMS = 132  # that fill a device; of no device in particular, as no result may depend on one
 _PART_DEPTH = 512  # least depth of a part

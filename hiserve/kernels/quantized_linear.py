@@ -14,7 +14,7 @@ from hiserve.core.row_shapes import PACKED_CAPABILITY
 from hiserve.kernels import quantized
 from hiserve.kernels.few_bits import has_instructions, magic_of, widen_code, widen_e4m3, widen_quarters
 from hiserve.kernels.launch import await_previous, early_launch, num_processors, start_next
-from hiserve.kernels.parts import Summand, Parts
+from hiserve.kernels.parts import Parts, Summand
 from hiserve.kernels.parts_triton import summed
 from hiserve.kernels.quantized import QuantizedWeight
 from hiserve.kernels.scaled_products import multiply_rounded, multiply_slices

@@ -19,7 +19,6 @@ from hiserve.kernels.norms import rms_norm as rms_norm
 from hiserve.kernels.packed_weights import Weights, plain
 from hiserve.kernels.quantized import QuantizedWeight
 from hiserve.kernels.quantized import quantized_linear as quantized_linear
-from hiserve.kernels.quantized import quantized_linear as quantized_parts
 from hiserve.kernels.routing import route_in_groups as route_in_groups
 from hiserve.kernels.row_codecs import load_packed, store_heads, store_packed
 
@@ -171,7 +170,7 @@ def linear(x: Tensor, weight: Tensor, bias: Tensor | None, *, is_after_attention
     return F.linear(x if x.dtype == weight.dtype else x.to(weight.dtype), weight, bias)
 
 
-linear_parts = linear  # in one part
+linear_parts, quantized_parts = linear, quantized_linear  # in one part
 
 
 def act_mul(gate_up: Tensor, activation: Activation = SILU) -> Tensor:

@@ -13,7 +13,7 @@ from torch import Tensor
 from hiserve.core.activation import Activation
 from hiserve.kernels.activate import activate
 from hiserve.kernels.launch import await_previous, early_launch, num_processors, start_next
-from hiserve.kernels.parts import Summand, Parts
+from hiserve.kernels.parts import Parts, Summand
 from hiserve.kernels.parts_triton import summed
 
 _MAX_DEPTH = 2048
@@ -113,7 +113,9 @@ def _is_wide(weight: Tensor) -> bool:
 def _num_parts(weight: Tensor) -> int:
     """Parts of the depth, until every multiprocessor has a tile."""
     num_columns, depth = weight.shape
-    return max(1, min(num_processors(weight.device) // (num_columns // _TILE_COLUMNS), depth // _TILE_DEPTH // _MIN_BLOCKS))
+    return max(
+        1, min(num_processors(weight.device) // (num_columns // _TILE_COLUMNS), depth // _TILE_DEPTH // _MIN_BLOCKS)
+    )
 
 
 def row_linear(x: Tensor, weight: Tensor, bias: Tensor | None, activation: Activation | None = None) -> Tensor:

@@ -15,7 +15,7 @@ from torch import Tensor
 from hiserve.core.quantization import TILE_ROWS
 from hiserve.kernels.few_bits import has_instructions
 from hiserve.kernels.launch import await_previous, early_launch, num_processors, prefetch, start_next
-from hiserve.kernels.parts import Summand, Parts
+from hiserve.kernels.parts import Parts, Summand
 from hiserve.kernels.quantized import MIDDLE, QuantizedWeight
 from hiserve.kernels.terms import FINE, GROUP, Terms
 

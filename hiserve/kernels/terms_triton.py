@@ -179,7 +179,7 @@ def _norm_kernel(  # type: ignore[no-untyped-def]
     _store_terms(low, high, codes, scales, sums, row, group, groups)
 
 
-@triton.jit
+@triton.jit  # type: ignore[untyped-decorator]
 def _add(source, delta, bias, beside, column, mask, part_stride, NUM_PARTS: tl.constexpr):  # type: ignore[no-untyped-def]  # noqa: N803
     """Returns float32 numbers of the residual stream; with a delta, it first writes the sum back."""
     value = tl.load(source, mask=mask, other=0.0).to(tl.float32)

@@ -300,10 +300,7 @@ def make_experts(
         biases = (none if bias is None else bias for bias in (gate_up_bias, down_bias))
         each = zip(gate_up, down, *biases, strict=True)
         experts = SparseExperts(
-            [
-                GatedMLP(Linear(mine, ops, one), Linear(its, ops, other), activation)
-                for mine, its, one, other in each
-            ]
+            [GatedMLP(Linear(mine, ops, one), Linear(its, ops, other), activation) for mine, its, one, other in each]
         )
     if shared is None or joins:
         return experts, None

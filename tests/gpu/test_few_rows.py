@@ -23,7 +23,9 @@ def randn(*shape: int, seed: int) -> Tensor:
 
 
 @pytest.mark.parametrize("shape", [(28_672, 4096), (6144, 1024), (9000, 520)], ids=str)
-@pytest.mark.parametrize("activation", [SILU, GELU_TANH, Activation(slope=1.702, shift=1.0, limit=7.0)], ids=["silu", "gelu", "capped"])
+@pytest.mark.parametrize(
+    "activation", [SILU, GELU_TANH, Activation(slope=1.702, shift=1.0, limit=7.0)], ids=["silu", "gelu", "capped"]
+)
 def test_gates_and_ups_become_activations(shape: tuple[int, int], activation: Activation) -> None:
     weight, bias = randn(*shape, seed=1) / shape[1] ** 0.5, randn(shape[0], seed=2)
     for num_rows in (1, 2, 16, 17, 32, 33, 64, 65, 128, 129):
@@ -32,10 +34,13 @@ def test_gates_and_ups_become_activations(shape: tuple[int, int], activation: Ac
             found = fused.act_linear(x, weight, given, activation)
             project = skinny_linear.linear
             if 32 < num_rows <= 128 and shape[1] % 128 == 0:
-                project = partial(skinny_linear._tiled_linear, is_early=True)  # which are a library's without an activation
+                # Without an activation these are a library's.
+                project = partial(skinny_linear._tiled_linear, is_early=True)
             expected = fused.act_mul(project(x, weight, given), activation)
             assert torch.equal(found, expected), (num_rows, (found - expected).abs().max())
-            exact = fused.act_mul((x.double() @ weight.double().T + (0 if given is None else given.double())).to(BF16), activation)
+            exact = fused.act_mul(
+                (x.double() @ weight.double().T + (0 if given is None else given.double())).to(BF16), activation
+            )
             torch.testing.assert_close(found, exact, atol=4e-2, rtol=4e-2)
 
 

@@ -414,7 +414,10 @@ RUNS: dict[str, tuple[Callable[[], None], set[str]]] = {
             "few_experts._down_kernel",
         },
     ),
-    "products": (project, {"skinny_linear._row_kernel", "skinny_linear._tile_kernel", "parts_triton._sum_kernel", "fused._norm_kernel"}),
+    "products": (
+        project,
+        {"skinny_linear._row_kernel", "skinny_linear._tile_kernel", "parts_triton._sum_kernel", "fused._norm_kernel"},
+    ),
     "few bits": (
         lambda: project_in_few_bits(
             (("rows", 100), ("rows", 200), ("blocks", 200), ("small", 2), ("large", 100), ("large", 200))

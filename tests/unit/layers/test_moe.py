@@ -33,9 +33,7 @@ def moe(form: str, dtype: torch.dtype, num_per_token: int, is_normalized: bool) 
     experts: StackedExperts | SparseExperts = StackedExperts(gate_up, down, reference)
     if form == "sparse":
         pairs = zip(gate_up, down, strict=True)
-        experts = SparseExperts(
-            [GatedMLP(Linear(mine, reference), Linear(its, reference)) for mine, its in pairs]
-        )
+        experts = SparseExperts([GatedMLP(Linear(mine, reference), Linear(its, reference)) for mine, its in pairs])
     return MoE(
         router=Linear(router, reference),
         experts=experts,
