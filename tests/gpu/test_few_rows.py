@@ -12,6 +12,7 @@ from hiserve.core.activation import GELU_TANH, SILU, Activation
 from hiserve.kernels import fused, skinny_linear
 from hiserve.kernels.parts import Parts
 from hiserve.kernels.parts_triton import summed
+from hiserve.kernels.terms_triton import norm_terms
 
 pytestmark = pytest.mark.gpu
 
@@ -57,6 +58,10 @@ def test_norms_add_parts_up(shape: tuple[int, int]) -> None:
             found = fused.add_rms_norm(parts, ours, norm, 1e-6)
             expected = fused.add_rms_norm(summed(parts), theirs, norm, 1e-6)
             assert torch.equal(ours, theirs) and torch.equal(found, expected), num_rows
+            terms = [norm_terms(residual.clone(), each, norm, 1e-6) for each in (parts, summed(parts))]
+            assert all(
+                torch.equal(one.view(torch.uint8), other.view(torch.uint8)) for one, other in zip(*terms, strict=True)
+            )
             whole = (x.double() @ weight.double().T + (0 if given is None else given.double())).to(BF16)
             torch.testing.assert_close(summed(parts), whole, atol=2e-2, rtol=2e-2)
     assert seen == {True, False}
