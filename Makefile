@@ -1,4 +1,4 @@
-# hiserve: make demo | test | test-wide | test-long | test-clients | test-ray | test-browser | test-matrix | test-gpu | mutants | mutants-pure | bench | bench-gpu | docs | nano-heads
+# hiserve: make demo | test | test-wide | test-long | test-clients | test-ray | test-dynamo | test-routers | test-browser | test-matrix | test-gpu | mutants | mutants-pure | bench | bench-gpu | docs | nano-heads
 PYTHON ?= python3
 PIP_ARGS ?=
 MINUTES ?= 30
@@ -7,7 +7,7 @@ BIN := $(VENV)/bin
 INSTALL := -m pip install --disable-pip-version-check $(PIP_ARGS)
 ARGS ?=
 
-.PHONY: test-browser demo test test-wide test-long test-clients test-ray test-coding test-matrix test-gpu mutants mutants-pure check bench bench-gpu docs nano-heads clean
+.PHONY: test-browser demo test test-wide test-long test-clients test-ray test-dynamo test-routers test-coding test-matrix test-gpu mutants mutants-pure check bench bench-gpu docs nano-heads clean
 
 $(VENV)/.installed: pyproject.toml
 	@echo "installing hiserve and PyTorch into $(VENV); a first time takes some minutes"
@@ -51,6 +51,18 @@ test-long: $(VENV)/.installed-dev  ## the full products and the soaks
 	.venv-ray/bin/python $(INSTALL) -e ".[dev,ray]"
 	touch $@
 
+.venv-dynamo/.installed: Makefile pyproject.toml  # without what ai-dynamo needs for planning, a part of which does not install
+	$(PYTHON) -m venv .venv-dynamo
+	.venv-dynamo/bin/python $(INSTALL) -e ".[dev]"
+	.venv-dynamo/bin/python $(INSTALL) --no-deps ai-dynamo==1.6.1 ai-dynamo-runtime==1.6.1
+	touch $@
+
+.venv-routers/.installed: Makefile pyproject.toml
+	$(PYTHON) -m venv .venv-routers
+	.venv-routers/bin/python $(INSTALL) -e ".[dev]" vllm-router==0.1.17
+	.venv-routers/bin/python $(INSTALL) --no-deps smg==1.13.0  # what it needs is for workers that it starts
+	touch $@
+
 .venv-agents/.installed: pyproject.toml
 	$(PYTHON) -m venv .venv-agents
 	.venv-agents/bin/python $(INSTALL) -e ".[dev,agents]"
@@ -92,7 +104,13 @@ test-coding: $(VENV)/.installed-dev .npm-clients/.installed  ## coding agents, w
 	unshare -rn sh -c 'ip link set lo up && exec "$$@"' sh $(BIN)/python -m pytest -m clients $(CODING)
 
 test-ray: .venv-ray/.installed  ## the gateway of Ray Serve over two engines, of which one is killed
-	.venv-ray/bin/python -m pytest -m ray -W default tests/e2e/test_ray_app.py  # Ray warns
+	.venv-ray/bin/python -m pytest -m fleet -W default tests/e2e/test_ray_app.py  # Ray warns
+
+test-dynamo: .venv-dynamo/.installed  ## Dynamo's frontend over two engines, of which one is killed
+	.venv-dynamo/bin/python -m pytest -m fleet tests/e2e/test_dynamo.py
+
+test-routers: .venv-routers/.installed  ## routers of others over two engines, of which one is killed
+	.venv-routers/bin/python -m pytest -m fleet tests/e2e/test_routers.py
 
 test-browser: $(VENV)/.installed-dev  ## the dashboard in Chromium, which must be installed
 	$(BIN)/python $(INSTALL) -q -e ".[browser]"

@@ -160,6 +160,8 @@ async def resumed(
                 return
             raise ConnectionError("the engine's stream ended early")
         except failures:
+            if resumption.is_over:
+                return  # it died after its last event
             if index == len(engines) - 1 or (has_begun and resumption.is_plain):
                 raise
             resumption.broke()

@@ -15,7 +15,7 @@ import pytest
 from tests.helpers.valkey import free_port
 from tests.helpers.waiting import PATIENCE_S
 
-pytestmark = pytest.mark.ray
+pytestmark = pytest.mark.fleet
 BODY = {"prompt": "Would you like", "max_tokens": 200, "ignore_eos": True, "stream": True, "presence_penalty": 0.5}
 SETTINGS = {"cpu_threads": "1", "spec": "off", "host_cache_gib": "0", "seal_key": "one secret"}
 

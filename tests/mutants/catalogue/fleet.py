@@ -39,6 +39,10 @@ with resuming.Resumption.broke, test_resuming.test_the_events_are_those_of_one_e
     "INV 96: half an event of a dead engine stays before the next one's first"
     self._rest, self._held, self._ended = b"", [], set()
     self._held, self._ended = [], set()
+with resuming.resumed[2], test_resuming.test_the_events_are_those_of_one_engine_wherever_it_dies["/generate-plain"]:
+    "INV 96: a stream whose engine dies after its last event begins again"
+    resumption.is_over
+    False
 with resuming.resumed, test_resuming.test_a_reply_that_cannot_be_resumed_is_not_begun_again:
     "INV 96: a client gets another engine's reply behind a part of the first one's"
     has_begun and resumption.is_plain

@@ -121,7 +121,7 @@ async def test_the_events_are_those_of_one_engine_wherever_it_dies(server: Serve
             expected.insert(
                 0, expected[0] | {"choices": [dict.fromkeys(("logprobs", "finish_reason")) | {"index": 0, "text": ""}]}
             )
-        for death in (*range(0, size, size // 23), size - 1):
+        for death in (*range(0, size, size // 23), size - 1, size + 99):
             got = await joined(server, path, body, [death, 300])
             assert events_of(got) == expected
             assert len(set(re.findall(rb'"(?:item_)?id":"([\w-]+)"', got))) <= (2 if path == RESPONSES else 1)
