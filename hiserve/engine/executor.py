@@ -209,7 +209,7 @@ class Executor:
             return self._join(plan, done) if isinstance(done, StepResult) else done
         # The error is gone, and with it the tensors of its frames. Launched work may still run: copies come after it.
         if self._exchanges is not None:
-            with self._on_stream(), torch.inference_mode():
+            with self._launching():
                 self._exchanges.abandon(plan, owes_drafts=work != self._launch_forward)
         return self._failed(plan, fault)
 
@@ -244,7 +244,8 @@ class Executor:
         over = forward.result()
         if over is not None:
             if self._exchanges is not None and over.fault is not None:
-                self._exchanges.abandon(plan)
+                with self._launching():
+                    self._exchanges.abandon(plan)
             return over
         half, self._half = self._half, None
         assert half is not None, f"step {plan.step_id} has no forward to draw from"

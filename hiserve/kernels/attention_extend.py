@@ -174,8 +174,8 @@ def extend(
             q,
             keys,
             values,
-            _blocks(keys, shape),
-            _blocks(values, shape),
+            head_blocks(keys, shape.num_keys, shape.block_dim),
+            head_blocks(values, shape.num_keys, shape.block_dim),
             None if is_fresh else kv.scales,
             qo_indptr,
             kv_lens,
@@ -224,9 +224,14 @@ def _parts(q: Tensor, num_parts: int) -> _Results:
     return _Results(out, torch.empty(out.shape[:-1], dtype=torch.float32, device=q.device), None)
 
 
-def _blocks(x: Tensor, shape: _Shape) -> TensorDescriptor:
-    """Describes ``[T, num_kv_heads, head_dim]`` as blocks of one head for the copy engine; reads outside give 0."""
-    return TensorDescriptor.from_tensor(x, [shape.num_keys, 1, shape.block_dim])
+def head_blocks(x: Tensor, num_keys: int, block_dim: int) -> TensorDescriptor | None:
+    """Describes ``[T, num_kv_heads, head_dim]`` as blocks of one head for the copy engine; reads outside give 0.
+
+    None if heads are no multiple of the 16 bytes that it needs.
+    """
+    if x.shape[2] * x.itemsize % 16:
+        return None
+    return TensorDescriptor.from_tensor(x, [num_keys, 1, block_dim])
 
 
 @triton.jit(  # type: ignore[untyped-decorator]
@@ -259,6 +264,8 @@ def _extend(  # type: ignore[no-untyped-def]
     begin, end, low, low_all, high_all, high = _span(prefix, q_len, first, tokens, window, seen, shape)
     if shape.is_part:
         low, low_all, high_all, high = _share(low, low_all, high_all, high, part, shape)
+    if k_blocks is None:
+        low_all, high_all = low, low
 
     top = tl.full([num_queries], -float("inf"), tl.float32)
     total = tl.zeros([num_queries], tl.float32)
@@ -277,9 +284,10 @@ def _extend(  # type: ignore[no-untyped-def]
         sees = _sees(key, is_key, prefix, prefix + token, window, seen, shape)
         words = load_scales(scales, place, kv_head, is_key, shape)
         top, total, mixed = fold(queries, keys, values, words, kv_head, sees, scale, top, total, mixed)
-    top, total, mixed = fold_all_seen(
-        queries, k, v, k_blocks, v_blocks, scales, kv_head, pages, start, low_all, high_all, kv_stride, scale, top, total, mixed, shape
-    )  # fmt: skip
+    if k_blocks is not None:
+        top, total, mixed = fold_all_seen(
+            queries, k, v, k_blocks, v_blocks, scales, kv_head, pages, start, low_all, high_all, kv_stride, scale, top, total, mixed, shape
+        )  # fmt: skip
     cell = (part * num_tokens + start + token) * (shape.num_kv_heads * shape.group) + head
     close(mixed, top, total, cell, head, is_query, results, shape)
 

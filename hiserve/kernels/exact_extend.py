@@ -8,10 +8,10 @@ from typing import NamedTuple
 import triton
 import triton.language as tl
 from torch import Tensor
-from triton.tools.tensor_descriptor import TensorDescriptor
 
 from hiserve.core.forward import LayerKV
 from hiserve.kernels.attention_blocks import gather
+from hiserve.kernels.attention_extend import head_blocks
 from hiserve.kernels.attention_schedule import ScheduledRows, first_seen
 from hiserve.kernels.exact_blocks import (
     ExactTile,
@@ -58,7 +58,7 @@ def extend(
     num_blocks = triton.cdiv(rows.max_q_len * shape.group, tile.num_queries)
     for is_fresh in [fresh for fresh, is_wanted in ((True, has_fresh), (False, has_prefixed)) if is_wanted]:
         keys, values = (k, v) if is_fresh else (kv.k, kv.v)
-        blocks = [TensorDescriptor.from_tensor(x, [tile.num_keys, 1, shape.block_dim]) for x in (keys, values)]
+        blocks = [head_blocks(x, tile.num_keys, shape.block_dim) if is_fresh else None for x in (keys, values)]
         _extend[(shape.num_kv_heads * num_blocks, rows.kv_lens.shape[0])](
             q,
             keys,
@@ -102,6 +102,8 @@ def _extend(  # type: ignore[no-untyped-def]
     low, high = begin // SHAPE.num_keys, tl.cdiv(end, SHAPE.num_keys)
     low_all = tl.cdiv(first_seen(prefix + last_token, window, SHAPE.hides_first), SHAPE.num_keys)
     high_all = tl.maximum((prefix + first_token + 1) // SHAPE.num_keys, low_all)
+    if SHAPE.is_fresh and k_blocks is None:
+        low_all, high_all = low, low
     pages = rows.page_table + row.to(tl.int64) * table_stride
     k, v = k + kv_head * SHAPE.head_dim, v + kv_head * SHAPE.head_dim
     state = no_key(SHAPE) + no_segment(SHAPE.num_queries, SHAPE.block_dim)
@@ -109,9 +111,10 @@ def _extend(  # type: ignore[no-untyped-def]
         state = _fold_some(
             queries, k, v, pages, start, low, low_all, high, begin, end, prefix + token, slot_stride, window, scale, state, SHAPE
         )  # fmt: skip
-    state = _fold_all(
-        queries, k, v, k_blocks, v_blocks, kv_head, pages, start, low_all, high_all, high, slot_stride, scale, state, SHAPE
-    )  # fmt: skip
+    if k_blocks is not None or not SHAPE.is_fresh:
+        state = _fold_all(
+            queries, k, v, k_blocks, v_blocks, kv_head, pages, start, low_all, high_all, high, slot_stride, scale, state, SHAPE
+        )  # fmt: skip
     state = _fold_some(
         queries, k, v, pages, start, high_all, high, high, begin, end, prefix + token, slot_stride, window, scale, state, SHAPE
     )  # fmt: skip

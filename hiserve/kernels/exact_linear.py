@@ -47,11 +47,6 @@ _TALL, _TALLEST = Tile(128, 128, 64, 8, 4), Tile(256, 128, 64, 8, 4)
 _MANY_ROWS = 1024  # from which on the tallest tiles are faster
 
 
-def linear_parts(x: Tensor, weight: Tensor, bias: Tensor | None, *, is_after_attention: bool = False) -> Summand:
-    """Like ``exact.linear_parts``, for ``x`` and ``weight`` of one 16-bit type, whose rows are a multiple of 16 bytes."""
-    return multiply(x, weight, bias, tile_for(x.shape[0], weight.shape[0]), is_early=not is_after_attention)
-
-
 def tile_for(num_rows: int, num_columns: int) -> Tile:
     """Returns the tile for so many rows of ``x`` and columns of the result."""
     for few_columns, many_columns in _TILES:
@@ -66,7 +61,7 @@ def count_parts(num_columns: int, depth: int) -> int:
 
 
 def multiply(x: Tensor, weight: Tensor, bias: Tensor | None, tile: Tile, *, is_early: bool) -> Summand:
-    """As ``linear_parts``, with one tile. Parts of few rows are programs of their own; others are added up by the program that makes them.
+    """Projects with one tile, like ``exact.linear_parts``. Parts of few rows are programs of their own; others are added up by the program that makes them.
 
     An early launch would slow an attention before it, as in ``skinny_linear``.
     """

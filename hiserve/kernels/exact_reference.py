@@ -1,8 +1,8 @@
-"""The operations of ``kernels.reference``, with sums that do not depend on the number of rows.
+"""The operations of ``kernels.reference`` whose sums depend on the number of rows, with sums that do not.
 
 torch and its libraries choose how they sum by the shape of a product. Here each row is a product of its own, of one shape. Likewise
 activations: vector instructions round exponentials otherwise than the scalar ones at the end of a tensor, or of a thread's part of
-it. All other operations of a decoder have one sum for each row anyway.
+it.
 """
 
 from __future__ import annotations
@@ -17,45 +17,6 @@ from torch import Tensor
 from hiserve.core.activation import SILU, Activation
 from hiserve.kernels import reference
 from hiserve.kernels.quantized import QuantizedWeight
-from hiserve.kernels.reference import (
-    add_rms_norm,
-    delta,
-    gated_rms_norm,
-    norm_inputs,
-    rms_norm,
-    rotate_and_store,
-    rotate_first,
-    rotations,
-    route,
-    route_in_groups,
-    store_index_keys,
-    store_latents,
-)
-
-__all__ = [
-    "act_inputs",
-    "act_linear",
-    "act_mul",
-    "add_rms_norm",
-    "delta",
-    "gated_rms_norm",
-    "is_exact",
-    "linear",
-    "linear_parts",
-    "mix_experts",
-    "norm_inputs",
-    "quantized_linear",
-    "quantized_parts",
-    "rms_norm",
-    "rotate_and_store",
-    "rotate_first",
-    "rotations",
-    "route",
-    "route_in_groups",
-    "sigmoid",
-    "store_index_keys",
-    "store_latents",
-]
 
 is_exact = True
 

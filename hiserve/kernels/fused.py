@@ -14,48 +14,27 @@ from hiserve.core.activation import SILU, Activation
 from hiserve.core.forward import LayerKV
 from hiserve.kernels import skinny_linear
 from hiserve.kernels.activate import activate
-from hiserve.kernels.delta_triton import delta
-from hiserve.kernels.experts import mix_experts, route
-from hiserve.kernels.gated_norm_triton import gated_rms_norm
-from hiserve.kernels.group_route import route_in_groups
-from hiserve.kernels.index_store import rotate_first, store_index_keys
-from hiserve.kernels.latent_store import store_latents
+from hiserve.kernels.delta_triton import delta as delta
+from hiserve.kernels.experts import mix_experts as mix_experts
+from hiserve.kernels.experts import route as route
+from hiserve.kernels.gated_norm_triton import gated_rms_norm as gated_rms_norm
+from hiserve.kernels.group_route import route_in_groups as route_in_groups
+from hiserve.kernels.index_store import rotate_first as rotate_first
+from hiserve.kernels.index_store import store_index_keys as store_index_keys
+from hiserve.kernels.latent_store import store_latents as store_latents
 from hiserve.kernels.launch import await_previous, early_launch, start_next
 from hiserve.kernels.parts import Summand, pieces
 from hiserve.kernels.parts_triton import load_delta
 from hiserve.kernels.quantized import QuantizedWeight
-from hiserve.kernels.quantized_linear import quantized_linear, quantized_parts
-from hiserve.kernels.reference import sigmoid
+from hiserve.kernels.quantized_linear import quantized_linear as quantized_linear
+from hiserve.kernels.quantized_linear import quantized_parts as quantized_parts
+from hiserve.kernels.reference import sigmoid as sigmoid
 from hiserve.kernels.row_codec_triton import store_halves
-from hiserve.kernels.skinny_linear import linear, linear_parts
+from hiserve.kernels.skinny_linear import linear as linear
+from hiserve.kernels.skinny_linear import linear_parts as linear_parts
 from hiserve.kernels.term_products import reads_terms
 from hiserve.kernels.terms import Inputs
 from hiserve.kernels.terms_triton import act_terms, norm_terms
-
-__all__ = [
-    "act_inputs",
-    "act_linear",
-    "act_mul",
-    "add_rms_norm",
-    "delta",
-    "gated_rms_norm",
-    "is_exact",
-    "linear",
-    "linear_parts",
-    "mix_experts",
-    "norm_inputs",
-    "quantized_linear",
-    "quantized_parts",
-    "rms_norm",
-    "rotate_and_store",
-    "rotate_first",
-    "rotations",
-    "route",
-    "route_in_groups",
-    "sigmoid",
-    "store_index_keys",
-    "store_latents",
-]
 
 is_exact = False
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib
+from types import SimpleNamespace
 from typing import Protocol, cast
 
 import torch
@@ -18,9 +19,12 @@ from hiserve.kernels.quantized import QuantizedWeight
 from hiserve.kernels.routing import ExpertGroups
 from hiserve.kernels.terms import Inputs
 
-# Imported by name: triton, which CUDA kernels need, is not installed everywhere.
-_MODULES = {"cpu": "hiserve.kernels.reference", "cuda": "hiserve.kernels.fused"}
-_EXACT_MODULES = {"cpu": "hiserve.kernels.exact_reference", "cuda": "hiserve.kernels.exact"}
+# Imported by name: triton, which CUDA kernels need, is not installed everywhere. The second module of a device has those operations
+# that are others if bits may not depend on the batch.
+_MODULES = {
+    "cpu": ("hiserve.kernels.reference", "hiserve.kernels.exact_reference"),
+    "cuda": ("hiserve.kernels.fused", "hiserve.kernels.exact"),
+}
 
 
 class Ops(Protocol):
@@ -161,4 +165,6 @@ class Ops(Protocol):
 
 def ops_for(device: torch.device, *, is_exact: bool = False) -> Ops:
     """Returns the operations of a device: the fastest, or those whose bits do not depend on the batch."""
-    return cast(Ops, importlib.import_module((_EXACT_MODULES if is_exact else _MODULES)[device.type]))
+    fastest, exact = _MODULES[device.type]
+    ops = importlib.import_module(fastest)
+    return cast(Ops, SimpleNamespace(**vars(ops) | vars(importlib.import_module(exact))) if is_exact else ops)

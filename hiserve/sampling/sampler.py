@@ -10,6 +10,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from hiserve.kernels.noise import gumbel, gumbel_at
@@ -237,9 +238,18 @@ def pack_scores(logits: Tensor, tokens: Tensor, num_top: int) -> Tensor:
 
 def _pack(logits: Tensor, tokens: Tensor, num_top: int) -> Tensor:
     wide = logits.to(torch.promote_types(logits.dtype, torch.float32))
-    logprobs = wide.log_softmax(-1).to(torch.float32)
+    logprobs = aligned(wide).log_softmax(-1)[:, : wide.shape[1]].to(torch.float32)
     words = [logprobs.gather(1, tokens).view(torch.int32)]
     if num_top:
         top = likeliest(logprobs, num_top)
         words += [top.to(torch.int32), logprobs.gather(1, top).view(torch.int32)]
     return torch.cat(words, 1)
+
+
+def aligned(logits: Tensor) -> Tensor:
+    """Returns rows of float32 or float64 that begin at multiples of 16 bytes, if need be with entries of -inf at their ends.
+
+    Otherwise torch's softmax of long rows on CUDA begins each row's sum at the next such multiple, so that its order would depend on
+    the place of the row in the batch.
+    """
+    return F.pad(logits, (0, -logits.shape[1] % 4), value=-torch.inf) if logits.shape[1] % 4 else logits

@@ -5,8 +5,9 @@ from __future__ import annotations
 import dataclasses
 import gc
 import weakref
+from collections.abc import Iterator
 from concurrent.futures import Future
-from contextlib import nullcontext
+from contextlib import contextmanager, nullcontext
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -127,6 +128,34 @@ def test_a_half_for_which_memory_runs_out_gives_up_the_step_and_holds_nothing(
     assert fault is not None and fault.kind == "out_of_memory"
     assert [each() for each in (*logits, *hog.held)] == [None, None]
     assert tokens_again(running, planner) == expected
+    running.executor.close()
+
+
+def test_exchanges_that_a_failed_half_owes_are_launched_like_a_step(folder: Path) -> None:
+    """A launch elsewhere is on another stream, and meets offloads that pause for launches."""
+    running = engine(folder)
+    launching, is_launching, owed = running.executor._launching, [False], []
+
+    @contextmanager
+    def noted() -> Iterator[None]:
+        with launching():
+            is_launching[0] = True
+            try:
+                yield
+            finally:
+                is_launching[0] = False
+
+    def abandon(plan: BatchPlan, *, owes_drafts: bool = True) -> None:
+        owed.append((owes_drafts, is_launching[0], torch.is_inference_mode_enabled()))
+
+    running.executor._launching = noted  # type: ignore[method-assign]
+    running.executor._exchanges = SimpleNamespace(begin=lambda *_: None, abandon=abandon)  # type: ignore[assignment]
+    running.runner.run = Hog(running.runner.run, {0})  # type: ignore[method-assign]
+    plan = dataclasses.replace(admit(HandPlanner(PAGE, NUM_PAGES)).step({1: 6}), awaits_masks=True)
+    done = running.executor.submit(plan)
+    running.executor.draw(None)
+    assert done.result().fault is not None
+    assert owed == [(False, True, True), (True, True, True)]
     running.executor.close()
 
 

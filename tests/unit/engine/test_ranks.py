@@ -17,6 +17,7 @@ from hiserve.engine import group_facts, rank, ranks
 from hiserve.engine.executor import Executor
 from hiserve.engine.rank_messages import DrawOrder, Order, Ran, decode_from_rank, decode_to_rank, encode
 from hiserve.errors import ConfigError, EngineError, ModelError
+from hiserve.ipc.frames import FrameSocket
 from hiserve.runners.gate import Action, Decision, Reason
 from tests.helpers.cache_paths import SETTINGS, pool
 from tests.helpers.rank_threads import rank_threads
@@ -105,6 +106,21 @@ def test_a_verdict_is_made_once_and_every_order_arrives(monkeypatch: pytest.Monk
     assert len(admitted) == len(set(admitted)) >= GREEDY.max_tokens  # type: ignore[operator]
     assert numbers == list(range(1, len(numbers) + 1))
     assert len(numbers) >= len(admitted)
+
+
+@pytest.mark.parametrize(("action", "waits"), [(Action.REPLAY, (3, 5)), (Action.EAGER, (3, 5)), (Action.DEFER, ())])
+def test_a_rank_waits_for_each_load_of_a_step_though_the_first_rank_has_seen_it_end(
+    action: Action, waits: tuple[int, ...]
+) -> None:
+    one = ints(1)
+    plan = BatchPlan(1, one, one, ints(0), np.array([True]), ints(0), max_len=one, waits=(3, 5))
+    socket, other_end = FrameSocket.pair()
+    follower = rank.Follower(socket)
+    follower._order = Order(1, plan, Decision(action, Reason.DECODE, (5,)))
+    decision = follower.settle(plan, _eager)
+    assert decision is not None and (decision.action, decision.loads) == (action, waits)
+    socket.close()
+    other_end.close()
 
 
 def _eager() -> Decision:

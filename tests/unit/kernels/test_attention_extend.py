@@ -58,6 +58,7 @@ for page_size, adjacent, fresh in ((16, False, False), (16, True, True), (1, Fal
     check(Case(lengths, page_size=page_size, adjacent=adjacent, **SMALL), fresh=fresh)
 check(Case(((40, 20), (0, 9)), page_size=12, group=3, num_kv_heads=1, head_dim=20, adjacent=False), fresh=True, queries=16, keys=32)
 check(Case(((40, 20), (0, 9)), dtype=torch.float16, head_dim=16), fresh=True)
+check(Case(((40, 20), (0, 9)), dtype=torch.float16, head_dim=20, num_kv_heads=1), fresh=True, parts=2)  # no multiple of 16 bytes
 """
 RUNS = """
 # A row of 20 blocks of 16 keys: adjacency is asked of 2 blocks at once, and changes inside and between them.

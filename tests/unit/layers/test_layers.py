@@ -10,7 +10,7 @@ from transformers import LlamaConfig
 from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding, apply_rotary_pos_emb
 
 from hiserve.kernels import reference
-from hiserve.kernels.ops import Ops
+from hiserve.kernels.ops import Ops, ops_for
 from hiserve.layers import Embedding, GatedMLP, Linear, RMSNorm, Rotary, can_pack
 from hiserve.models.frequencies import rotary_frequencies
 from hiserve.models.rope import RopeConfig
@@ -88,9 +88,14 @@ def test_only_float32_weights_on_the_cpu_are_packed() -> None:
     assert not can_pack(torch.zeros(4, 4, device="meta"))
 
 
-@pytest.mark.parametrize("module", ["reference", "exact_reference", "fused", "exact"])
-def test_each_set_of_operations_has_all_of_them(module: str) -> None:
-    found = importlib.import_module(f"hiserve.kernels.{module}")
+@pytest.mark.parametrize("is_exact", [False, True])
+@pytest.mark.parametrize("device", ["cpu", "cuda"])
+def test_each_set_of_operations_has_all_of_them(device: str, is_exact: bool) -> None:
+    found = ops_for(torch.device(device), is_exact=is_exact)
     wanted = {name for name in (*vars(Ops), *Ops.__annotations__) if not name.startswith("_")}
     assert "norm_inputs" in wanted and wanted <= set(dir(found))
-    assert found.is_exact == module.startswith("exact")
+    assert found.is_exact == is_exact
+    module = {"cpu": "reference", "cuda": "fused"}[device]
+    assert found.rms_norm is importlib.import_module(f"hiserve.kernels.{module}").rms_norm
+    others = {"cpu": "exact_reference", "cuda": "exact"}[device] if is_exact else module
+    assert found.mix_experts is importlib.import_module(f"hiserve.kernels.{others}").mix_experts

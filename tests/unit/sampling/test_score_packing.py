@@ -8,7 +8,7 @@ import torch
 
 import hiserve.sampling.sampler
 from hiserve.core.plan import Scores
-from hiserve.sampling.sampler import MAX_SCORED, pack_scores
+from hiserve.sampling.sampler import MAX_SCORED, aligned, pack_scores
 
 VOCAB = 333
 
@@ -69,6 +69,15 @@ def test_no_tokens_have_no_scores() -> None:
     scores = unpacked(torch.zeros((0, VOCAB)), torch.zeros(0, dtype=torch.int64), 4)
     assert scores.logprobs.shape == (0,)
     assert scores.top_tokens.shape == (0, 4)
+
+
+@pytest.mark.parametrize("vocab_size", [331, 332, 333, 334])
+def test_rows_of_logits_begin_at_multiples_of_16_bytes_when_they_are_summed(vocab_size: int) -> None:
+    """Otherwise the order of a sum on CUDA would depend on the row's place in the batch."""
+    logits = torch.randn((5, vocab_size), generator=torch.Generator().manual_seed(1))
+    rows = aligned(logits)
+    assert rows.stride(0) * rows.itemsize % 16 == 0 and rows.shape[1] - vocab_size < 4
+    assert torch.equal(rows[:, :vocab_size], logits) and (rows[:, vocab_size:] == -torch.inf).all()
 
 
 def test_wide_copies_hold_one_slice_at_a_time(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -160,9 +160,10 @@ async def test_end_tokens_that_a_request_ignores_end_nothing(server: Server) -> 
 # --- seeds -----------------------------------------------------------------------------------
 
 
-async def seeds_of(server: Server, path: str, request_id: str, **fields: Any) -> list[int]:
+async def seeds_of(server: Server, path: str, request_id: str, key: str = "", **fields: Any) -> list[int]:
     num_before = len(server.engine.seen)
-    assert (await server.post(path, {**PROMPTS[path], **fields}, x_request_id=request_id)).status == 200
+    headers = {"x_request_id": request_id, "authorization": f"Bearer {key}"}
+    assert (await server.post(path, {**PROMPTS[path], **fields}, **headers)).status == 200
     return [seen.sampling.seed for seen in server.engine.seen[num_before:]]
 
 
@@ -180,6 +181,14 @@ async def test_requests_of_one_id_draw_one_seed_on_servers_with_one_secret(path:
             seeds += first
     assert seeds[0] == seeds[1]
     assert len(set(seeds)) == 4, "another secret, and each server without one, has other seeds"
+
+
+async def test_requests_of_two_callers_with_one_id_have_seeds_of_their_own() -> None:
+    server = make_server(FakeEngineClient(script=lambda _: reply_script()), seal_key="a", api_key=("one", "two"))
+    async with server.app.router.lifespan_context(server.app):
+        await server.handle.wait_open()
+        seeds = [await seeds_of(server, TEXT, "req-1", key) for key in ("one", "two", "one")]
+    assert seeds[0] == seeds[2] != seeds[1]
 
 
 async def test_prompts_of_one_request_have_seeds_of_their_own_and_a_given_seed_is_kept(server: Server) -> None:

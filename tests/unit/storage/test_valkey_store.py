@@ -6,7 +6,7 @@ import datetime
 import socket
 import ssl
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 
 import pytest
@@ -18,7 +18,7 @@ from cryptography.hazmat.primitives.serialization import Encoding, NoEncryption,
 from hiserve.cache.storage import resp, valkey_store
 from hiserve.cache.storage.breaker import MAX_FAILURES, PAUSE_S, Breaker
 from hiserve.cache.storage.page_tags import HEADER_BYTES, PageTags
-from hiserve.cache.storage.resp import MAX_LINE_BYTES, Connection, Endpoint
+from hiserve.cache.storage.resp import MAX_LINE_BYTES, Argument, Connection, Endpoint
 from hiserve.cache.storage.valkey_store import PREFIX, ValkeyStore
 from tests.helpers.clock import Clock
 from tests.helpers.host import make_keys
@@ -306,6 +306,23 @@ def test_exchanges_have_bounded_sizes(store: ValkeyStore, monkeypatch: pytest.Mo
     assert [len(batch) for batch in valkey_store._batches(KEYS, [PAGE_BYTES] * 6)] == [1] * 6
     assert [len(batch) for batch in valkey_store._batches(KEYS, [0] * 6)] == [2] * 3
     assert store.put(KEYS, pages(KEYS)) == store.exists(KEYS) == store.get(KEYS, blanks(6)) == store.clear() == 6
+
+
+def test_the_start_of_a_prefix_is_used_last_so_that_its_end_is_evicted_first(
+    store: ValkeyStore, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    used: list[bytes] = []
+    send = Connection.send
+
+    def noted(connection: Connection, commands: Sequence[Sequence[Argument]]) -> None:
+        used.extend(key.removeprefix(PREFIX) for name, *keys in commands if name == b"TOUCH" for key in keys)
+        send(connection, commands)
+
+    store.put(KEYS, pages(KEYS))
+    monkeypatch.setattr(Connection, "send", noted)
+    monkeypatch.setattr(valkey_store, "MAX_KEYS", 4)
+    assert store.get(KEYS[3:], blanks(3), KEYS[:3]) == 3
+    assert used == KEYS[::-1]
 
 
 def test_users_and_passwords(tmp_path: Path) -> None:
