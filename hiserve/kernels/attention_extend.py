@@ -171,28 +171,12 @@ def extend(
     for is_fresh in [is_fresh for is_fresh, is_wanted in ((True, has_fresh), (False, has_prefixed)) if is_wanted]:
         keys, values = (k, v) if is_fresh else (kv.k, kv.v)
         _extend[grid](
-            q,
-            keys,
-            values,
-            head_blocks(keys, shape.num_keys, shape.block_dim),
-            head_blocks(values, shape.num_keys, shape.block_dim),
-            None if is_fresh else kv.scales,
-            qo_indptr,
-            kv_lens,
-            page_table,
-            tree_mask,
-            parts,
-            q.stride(0),
-            keys.stride(0),
-            page_table.stride(0),
-            q.shape[0],
-            window,
-            scale * math.log2(math.e),
-            int(has_fresh and not is_fresh),
-            shape._replace(is_fresh=is_fresh),
-            num_warps=cut.num_warps,
-            num_stages=cut.num_stages,
-        )
+            q, keys, values, head_blocks(keys, shape.num_keys, shape.block_dim),
+            head_blocks(values, shape.num_keys, shape.block_dim), None if is_fresh else kv.scales, qo_indptr, kv_lens,
+            page_table, tree_mask, parts, q.stride(0), keys.stride(0), page_table.stride(0), q.shape[0], window,
+            scale * math.log2(math.e), int(has_fresh and not is_fresh), shape._replace(is_fresh=is_fresh),
+            num_warps=cut.num_warps, num_stages=cut.num_stages,
+        )  # fmt: skip
     if num_parts > 1:
         _join_all(parts, results, qo_indptr, num_rows=kv_lens.shape[0], shape=shape)
 

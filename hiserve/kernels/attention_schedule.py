@@ -150,17 +150,10 @@ def schedule(
     made = torch.zeros(size + 2 * num_extra * num_programs, dtype=torch.int32, device=rows.kv_lens.device)
     parts, counts = made[:size].view(-1, FIELDS.value), made[size:].view(-1, num_programs)
     _schedule[(num_rows,)](
-        rows.qo_indptr,
-        rows.kv_lens,
-        parts,
-        num_rows,
-        num_extra,
-        rows.num_nodes_before,
-        window,
-        tile.num_keys,
+        rows.qo_indptr, rows.kv_lens, parts, num_rows, num_extra, rows.num_nodes_before, window, tile.num_keys,
         hides_first,
         **early_launch(made.device),
-    )
+    )  # fmt: skip
     return Schedule(parts, counts, num_extra, window, hides_first, tile)
 
 
@@ -169,17 +162,9 @@ def schedule(
     do_not_specialize_on_alignment=["qo_indptr", "kv_lens"],
 )
 def _schedule(  # type: ignore[no-untyped-def]
-    qo_indptr,
-    kv_lens,
-    parts,
-    num_rows,
-    num_extra,
-    num_nodes_before,
-    window,
-    KEYS: tl.constexpr,  # noqa: N803
-    HIDES_FIRST: tl.constexpr,  # noqa: N803
-    IS_EARLY: tl.constexpr,  # noqa: N803
-):
+    qo_indptr, kv_lens, parts, num_rows, num_extra, num_nodes_before, window,
+    KEYS: tl.constexpr, HIDES_FIRST: tl.constexpr, IS_EARLY: tl.constexpr  # noqa: N803
+):  # fmt: skip
     """One program: one row. No part has more blocks than the share, which is the same for all rows."""
     start_next(IS_EARLY)
     await_previous(IS_EARLY)
@@ -216,15 +201,9 @@ def _schedule(  # type: ignore[no-untyped-def]
 
 @triton.jit  # type: ignore[untyped-decorator]
 def _share(  # type: ignore[no-untyped-def]
-    qo_indptr,
-    kv_lens,
-    num_rows,
-    num_extra,
-    num_nodes_before,
-    window,
-    KEYS: tl.constexpr,  # noqa: N803
-    HIDES_FIRST: tl.constexpr,  # noqa: N803
-):
+    qo_indptr, kv_lens, num_rows, num_extra, num_nodes_before, window,
+    KEYS: tl.constexpr, HIDES_FIRST: tl.constexpr  # noqa: N803
+):  # fmt: skip
     """The least number of blocks per part, of 32 candidates, for which the parts fit ``num_extra``.
 
     With share s, the parts beyond one per row number at most total / s, where total counts the blocks beyond one per
@@ -250,15 +229,9 @@ def _share(  # type: ignore[no-untyped-def]
 
 @triton.jit  # type: ignore[untyped-decorator]
 def _seen_blocks(  # type: ignore[no-untyped-def]
-    qo_indptr,
-    kv_lens,
-    row,
-    num_rows,
-    num_nodes_before,
-    window,
-    KEYS: tl.constexpr,  # noqa: N803
-    HIDES_FIRST: tl.constexpr,  # noqa: N803
-):
+    qo_indptr, kv_lens, row, num_rows, num_nodes_before, window,
+    KEYS: tl.constexpr, HIDES_FIRST: tl.constexpr  # noqa: N803
+):  # fmt: skip
     """The first block of keys that any token of a row sees; the blocks from there, at least 1; the row's length.
 
     Indices after the last row give one block, which never sorts before a row's.

@@ -66,54 +66,21 @@ def compress(
     given = (values, scores, how.bias, carried.rows, tokens.starts, state.rows, target.positions, target.token_rows)
     strides = (num_tokens, values.stride(0), scores.stride(0))
     _make[(num_tokens + (state.rows.shape[0] if shape.num_kept else 0),)](
-        *given,
-        carried.snapshots,
-        *(state.starts, state.state_lens, state.state_ends, state.snap_at, state.snap_slots),
-        how.norm,
-        *turns,
-        target.table,
-        target.pool,
-        how.eps,
-        *strides,
-        target.table.stride(0),
-        target.pool.stride(0),
+        *given, carried.snapshots, *(state.starts, state.state_lens, state.state_ends, state.snap_at, state.snap_slots),
+        how.norm, *turns, target.table, target.pool, how.eps, *strides, target.table.stride(0), target.pool.stride(0),
         shape,
-        num_warps=max(1, min(8, places * width // _ELEMENTS_PER_WARP)),
-        **early,
-    )
+        num_warps=max(1, min(8, places * width // _ELEMENTS_PER_WARP)), **early,
+    )  # fmt: skip
     _keep[(num_tokens,)](*given, *strides, shape, num_warps=max(1, min(8, width // 128)), **early)
 
 
 @triton.jit(do_not_specialize=["eps", *_VARYING], do_not_specialize_on_alignment=["values", "scores"])  # type: ignore[untyped-decorator]
 def _make(  # type: ignore[no-untyped-def]
-    values,
-    scores,
-    bias,
-    ring,
-    token_starts,
-    rows,
-    positions,
-    token_rows,
-    snapshots,
-    starts,
-    state_lens,
-    state_ends,
-    snap_at,
-    snap_slots,
-    norm,
-    cos,
-    sin,
-    table,
-    pool,
-    eps,
-    num_tokens,
-    value_stride,
-    score_stride,
-    table_stride,
+    values, scores, bias, ring, token_starts, rows, positions, token_rows, snapshots, starts, state_lens, state_ends,
+    snap_at, snap_slots, norm, cos, sin, table, pool, eps, num_tokens, value_stride, score_stride, table_stride,
     slot_stride,
-    SHAPE: tl.constexpr,  # noqa: N803
-    IS_EARLY: tl.constexpr,  # noqa: N803
-):
+    SHAPE: tl.constexpr, IS_EARLY: tl.constexpr  # noqa: N803
+):  # fmt: skip
     """Each program makes the row that ends with a token, if one does; those behind store the snapshots of rows."""
     wide: tl.constexpr = SHAPE.num_series * SHAPE.width
     start_next(IS_EARLY)
@@ -218,20 +185,9 @@ def _snapshot(given, kept, boundary, shift, start, value_stride, score_stride, S
 
 @triton.jit(do_not_specialize=_VARYING, do_not_specialize_on_alignment=["values", "scores"])  # type: ignore[untyped-decorator]
 def _keep(  # type: ignore[no-untyped-def]
-    values,
-    scores,
-    bias,
-    ring,
-    token_starts,
-    rows,
-    positions,
-    token_rows,
-    num_tokens,
-    value_stride,
-    score_stride,
-    SHAPE: tl.constexpr,  # noqa: N803
-    IS_EARLY: tl.constexpr,  # noqa: N803
-):
+    values, scores, bias, ring, token_starts, rows, positions, token_rows, num_tokens, value_stride, score_stride,
+    SHAPE: tl.constexpr, IS_EARLY: tl.constexpr  # noqa: N803
+):  # fmt: skip
     """Each program writes the inputs of a token into its row's ring, if they are among the last; nobody's are not written."""
     num_series: tl.constexpr = SHAPE.num_series
     wide: tl.constexpr = num_series * SHAPE.width

@@ -55,24 +55,10 @@ def solve_chunks(made: MadeInputs, rows: StateRows, indptr: Tensor, *, num_token
     # A snapshot, and the end of the certain tokens, end chunks before they are full.
     most = triton.cdiv(sizes.ring - sizes.taps + 1 + width, _CHUNK) + 2
     _solve_chunks[(sizes.num_value_heads, most, rows.rows.shape[0])](
-        made.heads,
-        made.factors,
-        rows.starts,
-        rows.state_lens,
-        rows.state_ends,
-        rows.snap_at,
-        rows.snap_slots,
-        indptr,
-        keys,
-        values,
-        reads,
-        num_tokens,
-        made.room,
-        SIZES=sizes,
-        CHUNK=_CHUNK,
-        num_warps=_NUM_WARPS,
-        **early_launch(made.heads.device),
-    )
+        made.heads, made.factors, rows.starts, rows.state_lens, rows.state_ends, rows.snap_at, rows.snap_slots, indptr,
+        keys, values, reads, num_tokens, made.room,
+        SIZES=sizes, CHUNK=_CHUNK, num_warps=_NUM_WARPS, **early_launch(made.heads.device),
+    )  # fmt: skip
     return SolvedChunks(keys, values, reads)
 
 
@@ -90,23 +76,9 @@ def chunk_of(number, state_len, boundary, state_end, end, CHUNK: tl.constexpr): 
 
 @triton.jit(do_not_specialize=VARYING)  # type: ignore[untyped-decorator]
 def _solve_chunks(  # type: ignore[no-untyped-def]
-    heads,
-    factors,
-    starts,
-    state_lens,
-    state_ends,
-    snap_at,
-    snap_slots,
-    indptr,
-    keys,
-    values,
-    reads,
-    num_tokens,
-    room,
-    SIZES: tl.constexpr,  # noqa: N803
-    CHUNK: tl.constexpr,  # noqa: N803
-    IS_EARLY: tl.constexpr,  # noqa: N803
-):
+    heads, factors, starts, state_lens, state_ends, snap_at, snap_slots, indptr, keys, values, reads, num_tokens, room,
+    SIZES: tl.constexpr, CHUNK: tl.constexpr, IS_EARLY: tl.constexpr  # noqa: N803
+):  # fmt: skip
     """Each program solves one chunk of a row for one value head."""
     start_next(IS_EARLY)
     await_previous(IS_EARLY)

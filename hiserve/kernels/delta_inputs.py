@@ -168,57 +168,20 @@ def make_inputs(
     block, dim = _BLOCK_PACKED if is_packed else _BLOCK, max(shape.key_dim, shape.value_dim)
     grid = (2 * shape.num_key_heads + shape.num_value_heads, triton.cdiv(reach + width, block), num_rows)
     _make_inputs[grid](
-        mixed,
-        gates,
-        weights.conv,
-        weights.a_log,
-        weights.dt_bias,
-        pools.ring,
-        rows.rows,
-        rows.starts,
-        rows.state_lens,
-        indptr,
-        heads,
-        factors,
-        mixed.stride(0),
-        gates.stride(0),
-        *weights.conv.stride(),
-        num_tokens,
-        room,
-        SIZES=sizes,
-        BLOCK=block,
-        BLOCK_DIM=dim,
-        num_warps=max(1, block * dim // _ELEMENTS_PER_WARP),
+        mixed, gates, weights.conv, weights.a_log, weights.dt_bias, pools.ring, rows.rows, rows.starts, rows.state_lens,
+        indptr, heads, factors, mixed.stride(0), gates.stride(0), *weights.conv.stride(), num_tokens, room,
+        SIZES=sizes, BLOCK=block, BLOCK_DIM=dim, num_warps=max(1, block * dim // _ELEMENTS_PER_WARP),
         **early_launch(mixed.device),
-    )
+    )  # fmt: skip
     return MadeInputs(heads, factors, room, sizes)
 
 
 @triton.jit(do_not_specialize=VARYING)  # type: ignore[untyped-decorator]
 def _make_inputs(  # type: ignore[no-untyped-def]
-    mixed,
-    gates,
-    conv,
-    a_log,
-    dt_bias,
-    ring,
-    rows,
-    starts,
-    state_lens,
-    indptr,
-    heads,
-    factors,
-    mixed_stride,
-    gates_stride,
-    channel_stride,
-    tap_stride,
-    num_tokens,
-    room,
-    SIZES: tl.constexpr,  # noqa: N803
-    BLOCK: tl.constexpr,  # noqa: N803
-    BLOCK_DIM: tl.constexpr,  # noqa: N803
-    IS_EARLY: tl.constexpr,  # noqa: N803
-):
+    mixed, gates, conv, a_log, dt_bias, ring, rows, starts, state_lens, indptr, heads, factors, mixed_stride,
+    gates_stride, channel_stride, tap_stride, num_tokens, room,
+    SIZES: tl.constexpr, BLOCK: tl.constexpr, BLOCK_DIM: tl.constexpr, IS_EARLY: tl.constexpr  # noqa: N803
+):  # fmt: skip
     """Each program computes some tokens of a row for one head of queries, keys or values."""
     await_previous(IS_EARLY)
     start_next(IS_EARLY)  # as measured; before the wait it was not timed
@@ -252,19 +215,9 @@ def _make_inputs(  # type: ignore[no-untyped-def]
 
 @triton.jit  # type: ignore[untyped-decorator]
 def convolved(  # type: ignore[no-untyped-def]
-    new,
-    old,
-    conv,
-    tap_stride,
-    stride,
-    channel,
-    is_channel,
-    t,
-    start,
-    end,
-    SIZES: tl.constexpr,  # noqa: N803
-    wide: tl.constexpr,
-):
+    new, old, conv, tap_stride, stride, channel, is_channel, t, start, end,
+    SIZES: tl.constexpr, wide: tl.constexpr  # noqa: N803
+):  # fmt: skip
     """Returns channels of the tokens at positions ``t`` after the convolution and its SiLU, in a wide type.
 
     ``new`` is where the new input of position 0 would lie, ``old`` the row's ring, ``conv`` the channels' first taps.

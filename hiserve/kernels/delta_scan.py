@@ -33,68 +33,20 @@ def scan_chunks(
     sizes = made.sizes
     block = min(_BLOCK_VALUES, sizes.value_dim)
     _scan_chunks[(sizes.num_value_heads * (sizes.value_dim // block), rows.rows.shape[0])](
-        made.heads,
-        made.factors,
-        *solved,
-        mixed,
-        gates,
-        pools.ring,
-        pools.state,
-        pools.snap_ring,
-        pools.snap_state,
-        rows.rows,
-        rows.starts,
-        rows.state_lens,
-        rows.state_ends,
-        rows.snap_at,
-        rows.snap_slots,
-        indptr,
-        out,
-        mixed.stride(0),
-        gates.stride(0),
-        mixed.shape[0],
-        made.room,
-        until,
-        SIZES=sizes,
-        BLOCK=block,
-        CHUNK=solved.reads.shape[2],
-        num_warps=_NUM_WARPS,
-        num_stages=_NUM_STAGES,
+        made.heads, made.factors, *solved, mixed, gates, pools.ring, pools.state, pools.snap_ring, pools.snap_state,
+        rows.rows, rows.starts, rows.state_lens, rows.state_ends, rows.snap_at, rows.snap_slots, indptr, out,
+        mixed.stride(0), gates.stride(0), mixed.shape[0], made.room, until,
+        SIZES=sizes, BLOCK=block, CHUNK=solved.reads.shape[2], num_warps=_NUM_WARPS, num_stages=_NUM_STAGES,
         **early_launch(mixed.device),
-    )
+    )  # fmt: skip
 
 
 @triton.jit(do_not_specialize=VARYING)  # type: ignore[untyped-decorator]
 def _scan_chunks(  # type: ignore[no-untyped-def]
-    heads,
-    factors,
-    keys,
-    values,
-    reads,
-    mixed,
-    gates,
-    ring,
-    state,
-    snap_ring,
-    snap_state,
-    rows,
-    starts,
-    state_lens,
-    state_ends,
-    snap_at,
-    snap_slots,
-    indptr,
-    out,
-    mixed_stride,
-    gates_stride,
-    num_tokens,
-    room,
-    until,
-    SIZES: tl.constexpr,  # noqa: N803
-    BLOCK: tl.constexpr,  # noqa: N803
-    CHUNK: tl.constexpr,  # noqa: N803
-    IS_EARLY: tl.constexpr,  # noqa: N803
-):
+    heads, factors, keys, values, reads, mixed, gates, ring, state, snap_ring, snap_state, rows, starts, state_lens,
+    state_ends, snap_at, snap_slots, indptr, out, mixed_stride, gates_stride, num_tokens, room, until,
+    SIZES: tl.constexpr, BLOCK: tl.constexpr, CHUNK: tl.constexpr, IS_EARLY: tl.constexpr  # noqa: N803
+):  # fmt: skip
     """Each program advances some columns of one head's state over the tokens of one row."""
     start_next(IS_EARLY)
     await_previous(IS_EARLY)
@@ -130,19 +82,9 @@ def _scan_chunks(  # type: ignore[no-untyped-def]
 
 @triton.jit  # type: ignore[untyped-decorator]
 def _advance(  # type: ignore[no-untyped-def]
-    total,
-    heads,
-    factors,
-    keys,
-    values,
-    reads,
-    entry,
-    is_live,
-    head,
-    value,
-    SIZES: tl.constexpr,  # noqa: N803
-    CHUNK: tl.constexpr,  # noqa: N803
-):
+    total, heads, factors, keys, values, reads, entry, is_live, head, value,
+    SIZES: tl.constexpr, CHUNK: tl.constexpr  # noqa: N803
+):  # fmt: skip
     """Returns the state after a chunk, and what its tokens read; tokens that are not live change nothing.
 
     The state is float32; products take it, and changes, in the type of the inputs.

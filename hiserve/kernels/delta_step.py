@@ -44,61 +44,19 @@ def advance(
     sizes = made.sizes
     block = min(_BLOCK_VALUES, sizes.value_dim)
     _advance[(sizes.num_value_heads * (sizes.value_dim // block), rows.rows.shape[0])](
-        made.heads,
-        made.factors,
-        mixed,
-        gates,
-        pools.ring,
-        pools.state,
-        pools.snap_ring,
-        pools.snap_state,
-        rows.rows,
-        rows.starts,
-        rows.state_lens,
-        rows.state_ends,
-        rows.snap_at,
-        rows.snap_slots,
-        indptr,
-        out,
-        mixed.stride(0),
-        gates.stride(0),
-        mixed.shape[0],
-        made.room,
-        until,
-        SIZES=sizes,
-        BLOCK=block,
-        num_warps=_NUM_WARPS,
-        **early_launch(mixed.device),
-    )
+        made.heads, made.factors, mixed, gates, pools.ring, pools.state, pools.snap_ring, pools.snap_state, rows.rows,
+        rows.starts, rows.state_lens, rows.state_ends, rows.snap_at, rows.snap_slots, indptr, out, mixed.stride(0),
+        gates.stride(0), mixed.shape[0], made.room, until,
+        SIZES=sizes, BLOCK=block, num_warps=_NUM_WARPS, **early_launch(mixed.device),
+    )  # fmt: skip
 
 
 @triton.jit(do_not_specialize=VARYING)  # type: ignore[untyped-decorator]
 def _advance(  # type: ignore[no-untyped-def]
-    heads,
-    factors,
-    mixed,
-    gates,
-    ring,
-    state,
-    snap_ring,
-    snap_state,
-    rows,
-    starts,
-    state_lens,
-    state_ends,
-    snap_at,
-    snap_slots,
-    indptr,
-    out,
-    mixed_stride,
-    gates_stride,
-    num_tokens,
-    room,
-    until,
-    SIZES: tl.constexpr,  # noqa: N803
-    BLOCK: tl.constexpr,  # noqa: N803
-    IS_EARLY: tl.constexpr,  # noqa: N803
-):
+    heads, factors, mixed, gates, ring, state, snap_ring, snap_state, rows, starts, state_lens, state_ends, snap_at,
+    snap_slots, indptr, out, mixed_stride, gates_stride, num_tokens, room, until,
+    SIZES: tl.constexpr, BLOCK: tl.constexpr, IS_EARLY: tl.constexpr  # noqa: N803
+):  # fmt: skip
     """Each program advances some columns of one head's state over the tokens of one row.
 
     States are read behind the wait: read before it, 32 rows took 53 us in place of 46 (two runs on H200s).

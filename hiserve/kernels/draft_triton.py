@@ -55,35 +55,13 @@ def draft_inputs(
         slots=torch.empty(num_tokens, dtype=torch.int64, device=device),
     )
     _draft_inputs[(num_rows + triton.cdiv(num_tokens, _TOKEN_BLOCK),)](
-        rows,
-        first,
-        layout.num_tokens,
-        legal,
-        layout.token_rows,
-        layout.offsets,
-        state.tokens,
-        state.page_table,
-        state.entry_owner,
-        state.page_owner,
-        out.kv_lens,
-        out.page_table,
-        out.input_ids,
-        out.positions,
-        out.slots,
-        num_rows,
-        num_tokens,
-        out.page_table.stride(0),
-        width,
-        state.page_table.shape[1],
-        state.page_owner.shape[0],
+        rows, first, layout.num_tokens, legal, layout.token_rows, layout.offsets, state.tokens, state.page_table,
+        state.entry_owner, state.page_owner, out.kv_lens, out.page_table, out.input_ids, out.positions, out.slots,
+        num_rows, num_tokens, out.page_table.stride(0), width, state.page_table.shape[1], state.page_owner.shape[0],
         state.tokens.shape[1],
-        SINK=PADDING_PAGE,
-        PAGE_SIZE=page_size,
-        TABLE_BLOCK=_TABLE_BLOCK,
-        TOKEN_BLOCK=_TOKEN_BLOCK,
-        num_warps=_INPUT_WARPS,
-        **early_launch(device),
-    )
+        SINK=PADDING_PAGE, PAGE_SIZE=page_size, TABLE_BLOCK=_TABLE_BLOCK, TOKEN_BLOCK=_TOKEN_BLOCK,
+        num_warps=_INPUT_WARPS, **early_launch(device),
+    )  # fmt: skip
     return out
 
 
@@ -93,26 +71,11 @@ def draft_hidden_states(step: StepHiddenStates) -> Tensor:
     out = torch.empty((num_tokens, size), dtype=hidden_states.dtype, device=hidden_states.device)
     block = min(_HIDDEN_BLOCK, triton.next_power_of_2(size))
     _draft_hidden_states[(num_tokens, triton.cdiv(size, block))](
-        hidden_states,
-        step.last,
-        step.page_hidden,
-        step.rows,
-        step.first,
-        step.token_rows,
-        step.offsets,
-        step.legal,
-        step.qo_indptr,
-        step.page_table,
-        out,
-        hidden_states.stride(0),
-        step.last.stride(0),
-        step.page_hidden.stride(0),
-        step.page_table.stride(0),
-        size,
-        PAGE_SIZE=step.page_size,
-        BLOCK=block,
-        **early_launch(hidden_states.device),
-    )
+        hidden_states, step.last, step.page_hidden, step.rows, step.first, step.token_rows, step.offsets, step.legal,
+        step.qo_indptr, step.page_table, out, hidden_states.stride(0), step.last.stride(0), step.page_hidden.stride(0),
+        step.page_table.stride(0), size,
+        PAGE_SIZE=step.page_size, BLOCK=block, **early_launch(hidden_states.device),
+    )  # fmt: skip
     return out
 
 
@@ -121,27 +84,11 @@ def keep_hidden_states(step: StepHiddenStates, state: RowTensors) -> None:
     size = hidden_states.shape[1]
     block = min(_HIDDEN_BLOCK, triton.next_power_of_2(size))
     _keep_hidden_states[(step.token_rows.shape[0], triton.cdiv(size, block))](
-        hidden_states,
-        step.last,
-        step.page_hidden,
-        step.rows,
-        step.first,
-        step.token_rows,
-        step.offsets,
-        step.legal,
-        step.qo_indptr,
-        step.page_table,
-        state.computed_len,
-        hidden_states.stride(0),
-        step.last.stride(0),
-        step.page_hidden.stride(0),
-        step.page_table.stride(0),
-        size,
-        SINK=PADDING_PAGE,
-        PAGE_SIZE=step.page_size,
-        BLOCK=block,
-        **early_launch(hidden_states.device),
-    )
+        hidden_states, step.last, step.page_hidden, step.rows, step.first, step.token_rows, step.offsets, step.legal,
+        step.qo_indptr, step.page_table, state.computed_len, hidden_states.stride(0), step.last.stride(0),
+        step.page_hidden.stride(0), step.page_table.stride(0), size,
+        SINK=PADDING_PAGE, PAGE_SIZE=step.page_size, BLOCK=block, **early_launch(hidden_states.device),
+    )  # fmt: skip
 
 
 def _check_hidden_states(step: StepHiddenStates) -> Tensor:
@@ -164,34 +111,11 @@ _VARYING = [
 
 @triton.jit(do_not_specialize=_VARYING)  # type: ignore[untyped-decorator]
 def _draft_inputs(  # type: ignore[no-untyped-def]
-    rows,
-    first,
-    num,
-    legal,
-    token_rows,
-    offsets,
-    tokens,
-    page_table,
-    entry_owner,
-    page_owner,
-    kv_lens,
-    table,
-    input_ids,
-    positions,
-    slots,
-    num_rows,
-    num_tokens,
-    table_stride,
-    width,
-    num_entries,
-    num_pages,
-    row_len,
-    SINK: tl.constexpr,  # noqa: N803
-    PAGE_SIZE: tl.constexpr,  # noqa: N803
-    TABLE_BLOCK: tl.constexpr,  # noqa: N803
-    TOKEN_BLOCK: tl.constexpr,  # noqa: N803
-    IS_EARLY: tl.constexpr,  # noqa: N803
-):
+    rows, first, num, legal, token_rows, offsets, tokens, page_table, entry_owner, page_owner, kv_lens, table,
+    input_ids, positions, slots, num_rows, num_tokens, table_stride, width, num_entries, num_pages, row_len,
+    SINK: tl.constexpr, PAGE_SIZE: tl.constexpr, TABLE_BLOCK: tl.constexpr, TOKEN_BLOCK: tl.constexpr,  # noqa: N803
+    IS_EARLY: tl.constexpr  # noqa: N803
+):  # fmt: skip
     """Each program copies the table of one row or, after the rows, fills a block of tokens."""
     program = tl.program_id(0).to(tl.int64)
     start_next(IS_EARLY)
@@ -225,14 +149,9 @@ def _draft_inputs(  # type: ignore[no-untyped-def]
 
 @triton.jit  # type: ignore[untyped-decorator]
 def _own_page(  # type: ignore[no-untyped-def]
-    page_table,
-    entry_owner,
-    page_owner,
-    flat,
-    mask,
-    num_pages,
-    SINK: tl.constexpr,  # noqa: N803
-):
+    page_table, entry_owner, page_owner, flat, mask, num_pages,
+    SINK: tl.constexpr  # noqa: N803
+):  # fmt: skip
     """The pages of some entries; the padding page instead of those that do not, or no longer, belong to the row."""
     page = tl.load(page_table + flat, mask=mask, other=SINK)
     is_own = mask & (page >= 0) & (page < num_pages)
@@ -243,26 +162,10 @@ def _own_page(  # type: ignore[no-untyped-def]
 
 @triton.jit(do_not_specialize=_VARYING)  # type: ignore[untyped-decorator]
 def _draft_hidden_states(  # type: ignore[no-untyped-def]
-    hidden_states,
-    last,
-    page_hidden,
-    rows,
-    first,
-    token_rows,
-    offsets,
-    legal,
-    qo_indptr,
-    table,
-    out,
-    hidden_stride,
-    last_stride,
-    page_hidden_stride,
-    table_stride,
-    size,
-    PAGE_SIZE: tl.constexpr,  # noqa: N803
-    BLOCK: tl.constexpr,  # noqa: N803
-    IS_EARLY: tl.constexpr,  # noqa: N803
-):
+    hidden_states, last, page_hidden, rows, first, token_rows, offsets, legal, qo_indptr, table, out, hidden_stride,
+    last_stride, page_hidden_stride, table_stride, size,
+    PAGE_SIZE: tl.constexpr, BLOCK: tl.constexpr, IS_EARLY: tl.constexpr  # noqa: N803
+):  # fmt: skip
     """Each program copies a block of the hidden state for one draft token."""
     token = tl.program_id(0).to(tl.int64)
     element = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
@@ -287,27 +190,10 @@ def _draft_hidden_states(  # type: ignore[no-untyped-def]
 
 @triton.jit(do_not_specialize=_VARYING)  # type: ignore[untyped-decorator]
 def _keep_hidden_states(  # type: ignore[no-untyped-def]
-    hidden_states,
-    last,
-    page_hidden,
-    rows,
-    first,
-    token_rows,
-    offsets,
-    legal,
-    qo_indptr,
-    table,
-    computed_len,
-    hidden_stride,
-    last_stride,
-    page_hidden_stride,
-    table_stride,
-    size,
-    SINK: tl.constexpr,  # noqa: N803
-    PAGE_SIZE: tl.constexpr,  # noqa: N803
-    BLOCK: tl.constexpr,  # noqa: N803
-    IS_EARLY: tl.constexpr,  # noqa: N803
-):
+    hidden_states, last, page_hidden, rows, first, token_rows, offsets, legal, qo_indptr, table, computed_len,
+    hidden_stride, last_stride, page_hidden_stride, table_stride, size,
+    SINK: tl.constexpr, PAGE_SIZE: tl.constexpr, BLOCK: tl.constexpr, IS_EARLY: tl.constexpr  # noqa: N803
+):  # fmt: skip
     """Each program stores a block of the hidden state of the token before one draft token, if later steps need it."""
     token = tl.program_id(0).to(tl.int64)
     element = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)

@@ -20,22 +20,10 @@ _TABLE_BLOCK = 1024
 
 def note_drafted(step: StepHiddenStates, state: RowTensors, progress: DraftProgress) -> None:
     _note_drafted[(step.rows.shape[0],)](
-        step.rows,
-        step.first,
-        step.legal,
-        step.qo_indptr,
-        step.page_table,
-        state.computed_len,
-        progress.is_drafted,
-        progress.start_page,
-        progress.taken_len,
-        step.page_table.stride(0),
-        progress.is_drafted.stride(0),
-        SINK=PADDING_PAGE,
-        PAGE_SIZE=step.page_size,
-        BLOCK=_TABLE_BLOCK,
-        **early_launch(step.rows.device),
-    )
+        step.rows, step.first, step.legal, step.qo_indptr, step.page_table, state.computed_len, progress.is_drafted,
+        progress.start_page, progress.taken_len, step.page_table.stride(0), progress.is_drafted.stride(0),
+        SINK=PADDING_PAGE, PAGE_SIZE=step.page_size, BLOCK=_TABLE_BLOCK, **early_launch(step.rows.device),
+    )  # fmt: skip
 
 
 def draft_window(
@@ -44,21 +32,10 @@ def draft_window(
     num_rows, width = made.page_table.shape
     left = replace(made, kv_lens=torch.empty_like(made.kv_lens), page_table=torch.empty_like(made.page_table))
     _draft_window[(num_rows,)](
-        rows,
-        first,
-        legal,
-        made.kv_lens,
-        made.page_table,
-        progress.start_page,
-        left.kv_lens,
-        left.page_table,
-        made.page_table.stride(0),
-        left.page_table.stride(0),
-        width,
-        PAGE_SIZE=page_size,
-        BLOCK=_TABLE_BLOCK,
-        **early_launch(rows.device),
-    )
+        rows, first, legal, made.kv_lens, made.page_table, progress.start_page, left.kv_lens, left.page_table,
+        made.page_table.stride(0), left.page_table.stride(0), width,
+        PAGE_SIZE=page_size, BLOCK=_TABLE_BLOCK, **early_launch(rows.device),
+    )  # fmt: skip
     return left
 
 
@@ -68,22 +45,9 @@ _VARYING += ["table_stride", "left_stride", "width"]
 
 @triton.jit(do_not_specialize=_VARYING)  # type: ignore[untyped-decorator]
 def _note_drafted(  # type: ignore[no-untyped-def]
-    rows,
-    first,
-    legal,
-    qo_indptr,
-    table,
-    computed_len,
-    is_drafted,
-    start_page,
-    taken_len,
-    table_stride,
-    drafted_stride,
-    SINK: tl.constexpr,  # noqa: N803
-    PAGE_SIZE: tl.constexpr,  # noqa: N803
-    BLOCK: tl.constexpr,  # noqa: N803
-    IS_EARLY: tl.constexpr,  # noqa: N803
-):
+    rows, first, legal, qo_indptr, table, computed_len, is_drafted, start_page, taken_len, table_stride, drafted_stride,
+    SINK: tl.constexpr, PAGE_SIZE: tl.constexpr, BLOCK: tl.constexpr, IS_EARLY: tl.constexpr  # noqa: N803
+):  # fmt: skip
     """Each program handles one row; rows that failed the check store nothing."""
     number = tl.program_id(0).to(tl.int64)
     start_next(IS_EARLY)
@@ -122,21 +86,9 @@ def _note_drafted(  # type: ignore[no-untyped-def]
 
 @triton.jit(do_not_specialize=_VARYING)  # type: ignore[untyped-decorator]
 def _draft_window(  # type: ignore[no-untyped-def]
-    rows,
-    first,
-    legal,
-    kv_lens,
-    table,
-    start_page,
-    left_lens,
-    left_table,
-    table_stride,
-    left_stride,
-    width,
-    PAGE_SIZE: tl.constexpr,  # noqa: N803
-    BLOCK: tl.constexpr,  # noqa: N803
-    IS_EARLY: tl.constexpr,  # noqa: N803
-):
+    rows, first, legal, kv_lens, table, start_page, left_lens, left_table, table_stride, left_stride, width,
+    PAGE_SIZE: tl.constexpr, BLOCK: tl.constexpr, IS_EARLY: tl.constexpr  # noqa: N803
+):  # fmt: skip
     """Each program shifts the table of one row left."""
     number = tl.program_id(0).to(tl.int64)
     start_next(IS_EARLY)

@@ -40,27 +40,11 @@ def draw_free(
     num_rows, size = logits.shape
     values, entries, num_blocks = _new_parts(logits, _NOISY_BLOCK)
     _find_drawn[(values.shape[1], num_rows)](
-        logits,
-        maxima,
-        temperature,
-        seed,
-        choice,
-        position,
-        is_drawn,
-        *_columns(masks),
-        values,
-        entries,
-        logits.stride(0),
-        size,
-        num_blocks,
-        maxima.shape[1],
-        TINY=torch.finfo(values.dtype).tiny,
-        STREAM=SAMPLE_STREAM,
-        MAX_PARTS=_max_parts(size),
-        BLOCK=_NOISY_BLOCK,
-        num_warps=_NOISY_BLOCK // 256,
-        **early_launch(logits.device),
-    )
+        logits, maxima, temperature, seed, choice, position, is_drawn, *_columns(masks), values, entries,
+        logits.stride(0), size, num_blocks, maxima.shape[1],
+        TINY=torch.finfo(values.dtype).tiny, STREAM=SAMPLE_STREAM, MAX_PARTS=_max_parts(size), BLOCK=_NOISY_BLOCK,
+        num_warps=_NOISY_BLOCK // 256, **early_launch(logits.device),
+    )  # fmt: skip
     return _join(values, entries, logits.shape[1])
 
 
@@ -72,17 +56,9 @@ def _columns(masks: TokenMasks | None) -> tuple[Tensor | None, Tensor | None, in
 def _best_of_parts(logits: Tensor, masks: TokenMasks | None) -> tuple[Tensor, Tensor]:
     values, entries, num_blocks = _new_parts(logits, _PLAIN_BLOCK)
     _find_best[(values.shape[1], values.shape[0])](
-        logits,
-        *_columns(masks),
-        values,
-        entries,
-        logits.stride(0),
-        logits.shape[1],
-        num_blocks,
-        BLOCK=_PLAIN_BLOCK,
-        num_warps=_NUM_WARPS,
-        **early_launch(logits.device),
-    )
+        logits, *_columns(masks), values, entries, logits.stride(0), logits.shape[1], num_blocks,
+        BLOCK=_PLAIN_BLOCK, num_warps=_NUM_WARPS, **early_launch(logits.device),
+    )  # fmt: skip
     return values, entries
 
 
@@ -113,18 +89,9 @@ def _join(values: Tensor, entries: Tensor, size: int) -> Tensor:
 
 @triton.jit(do_not_specialize=["mask_of", "num_words", "num_blocks"])  # type: ignore[untyped-decorator]
 def _find_best(  # type: ignore[no-untyped-def]
-    logits,
-    mask_of,
-    words,
-    num_words,
-    values,
-    entries,
-    row_stride,
-    size,
-    num_blocks,
-    BLOCK: tl.constexpr,  # noqa: N803
-    IS_EARLY: tl.constexpr,  # noqa: N803
-):
+    logits, mask_of, words, num_words, values, entries, row_stride, size, num_blocks,
+    BLOCK: tl.constexpr, IS_EARLY: tl.constexpr  # noqa: N803
+):  # fmt: skip
     """Each program finds the best entry of one part of a row."""
     part, row = tl.program_id(0), tl.program_id(1).to(tl.int64)
     start_next(IS_EARLY)
@@ -154,28 +121,11 @@ def _find_best(  # type: ignore[no-untyped-def]
     ]
 )
 def _find_drawn(  # type: ignore[no-untyped-def]
-    logits,
-    maxima,
-    temperature,
-    seed,
-    choice,
-    position,
-    is_drawn,
-    mask_of,
-    words,
-    num_words,
-    values,
-    entries,
-    row_stride,
-    size,
-    num_blocks,
-    num_maxima,
-    TINY: tl.constexpr,  # noqa: N803
-    STREAM: tl.constexpr,  # noqa: N803
-    MAX_PARTS: tl.constexpr,  # noqa: N803
-    BLOCK: tl.constexpr,  # noqa: N803
-    IS_EARLY: tl.constexpr,  # noqa: N803
-):
+    logits, maxima, temperature, seed, choice, position, is_drawn, mask_of, words, num_words, values, entries,
+    row_stride, size, num_blocks, num_maxima,
+    TINY: tl.constexpr, STREAM: tl.constexpr, MAX_PARTS: tl.constexpr, BLOCK: tl.constexpr,  # noqa: N803
+    IS_EARLY: tl.constexpr  # noqa: N803
+):  # fmt: skip
     """Each program finds the best entry of one part of a row, noise added if the row draws."""
     part, row = tl.program_id(0), tl.program_id(1).to(tl.int64)
     number = tl.arange(0, MAX_PARTS)
@@ -206,13 +156,9 @@ def _find_drawn(  # type: ignore[no-untyped-def]
 
 @triton.jit(do_not_specialize=["num_parts"])  # type: ignore[untyped-decorator]
 def _join_parts(  # type: ignore[no-untyped-def]
-    values,
-    entries,
-    tokens,
-    num_parts,
-    MAX_PARTS: tl.constexpr,  # noqa: N803
-    IS_EARLY: tl.constexpr,  # noqa: N803
-):
+    values, entries, tokens, num_parts,
+    MAX_PARTS: tl.constexpr, IS_EARLY: tl.constexpr  # noqa: N803
+):  # fmt: skip
     """Each program finds the best part of one row."""
     row = tl.program_id(0).to(tl.int64)
     part = tl.arange(0, MAX_PARTS)

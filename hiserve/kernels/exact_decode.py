@@ -65,25 +65,11 @@ def decode(
     num_programs = shape.num_kv_heads * triton.cdiv(rows.max_q_len * shape.group, tile.num_queries)
     assert num_programs == schedule.counts.shape[1], f"{num_programs} programs, {schedule.counts.shape[1]} counts"
     _attend[(num_programs, schedule.parts.shape[0])](
-        q,
-        kv.k,
-        kv.v,
-        rows.page_table,
-        _Parts(schedule.parts, schedule.counts, sums, tops),
-        sinks,
-        out,
-        q.stride(0),
-        kv.k.stride(0),
-        rows.page_table.stride(0),
-        rows.max_q_len,
-        max_segments,
-        schedule.window,
-        scale * math.log2(math.e),
-        shape,
-        num_warps=tile.num_warps,
-        num_stages=tile.num_stages,
-        **early_launch(q.device),
-    )
+        q, kv.k, kv.v, rows.page_table, _Parts(schedule.parts, schedule.counts, sums, tops), sinks, out, q.stride(0),
+        kv.k.stride(0), rows.page_table.stride(0), rows.max_q_len, max_segments, schedule.window,
+        scale * math.log2(math.e), shape,
+        num_warps=tile.num_warps, num_stages=tile.num_stages, **early_launch(q.device),
+    )  # fmt: skip
 
 
 @triton.jit(  # type: ignore[untyped-decorator]

@@ -60,23 +60,11 @@ def extend(
         keys, values = (k, v) if is_fresh else (kv.k, kv.v)
         blocks = [head_blocks(x, tile.num_keys, shape.block_dim) if is_fresh else None for x in (keys, values)]
         _extend[(shape.num_kv_heads * num_blocks, rows.kv_lens.shape[0])](
-            q,
-            keys,
-            values,
-            *blocks,
-            _Rows(rows.qo_indptr, rows.kv_lens, rows.page_table),
-            sinks,
-            out,
-            q.stride(0),
-            keys.stride(0),
-            rows.page_table.stride(0),
-            window,
-            scale * math.log2(math.e),
-            int(has_fresh and not is_fresh),
-            shape._replace(is_fresh=is_fresh),
-            num_warps=tile.num_warps,
-            num_stages=tile.num_stages,
-        )
+            q, keys, values, *blocks, _Rows(rows.qo_indptr, rows.kv_lens, rows.page_table), sinks, out, q.stride(0),
+            keys.stride(0), rows.page_table.stride(0), window, scale * math.log2(math.e),
+            int(has_fresh and not is_fresh), shape._replace(is_fresh=is_fresh),
+            num_warps=tile.num_warps, num_stages=tile.num_stages,
+        )  # fmt: skip
 
 
 @triton.jit(do_not_specialize=["table_stride", "window", "scale", "leaves_fresh"])  # type: ignore[untyped-decorator]

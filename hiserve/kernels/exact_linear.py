@@ -76,44 +76,21 @@ def multiply(x: Tensor, weight: Tensor, bias: Tensor | None, tile: Tile, *, is_e
     num_tiles = triton.cdiv(num_columns, tile.columns) * triton.cdiv(num_rows, tile.rows)
     _product_kernel[(num_tiles, num_parts if is_spread else 1)](
         TensorDescriptor.from_tensor(x, [tile.rows, tile.depth]),
-        TensorDescriptor.from_tensor(weight, [tile.columns, tile.depth]),
-        None if is_spread else bias,
-        parts,
-        num_rows,
-        num_columns,
-        depth,
-        num_parts,
-        ROWS=tile.rows,
-        COLUMNS=tile.columns,
-        DEPTH=tile.depth,
-        UNIT=_UNIT,
-        GROUP=_GROUP,
-        IS_JOINED=num_parts > 1 and not is_spread,
-        num_warps=tile.num_warps,
-        num_stages=tile.num_stages,
+        TensorDescriptor.from_tensor(weight, [tile.columns, tile.depth]), None if is_spread else bias, parts, num_rows,
+        num_columns, depth, num_parts,
+        ROWS=tile.rows, COLUMNS=tile.columns, DEPTH=tile.depth, UNIT=_UNIT, GROUP=_GROUP,
+        IS_JOINED=num_parts > 1 and not is_spread, num_warps=tile.num_warps, num_stages=tile.num_stages,
         **early_launch(x.device, is_early),
-    )
+    )  # fmt: skip
     return Parts(parts, bias, x.dtype) if is_spread else parts[0]
 
 
 @triton.jit(do_not_specialize=["num_rows", "num_parts"])  # type: ignore[untyped-decorator]
 def _product_kernel(  # type: ignore[no-untyped-def]
-    x,
-    weight,
-    bias,
-    out,
-    num_rows,
-    num_columns,
-    depth,
-    num_parts,
-    ROWS: tl.constexpr,  # noqa: N803
-    COLUMNS: tl.constexpr,  # noqa: N803
-    DEPTH: tl.constexpr,  # noqa: N803
-    UNIT: tl.constexpr,  # noqa: N803
-    GROUP: tl.constexpr,  # noqa: N803
-    IS_JOINED: tl.constexpr,  # noqa: N803
-    IS_EARLY: tl.constexpr,  # noqa: N803
-):
+    x, weight, bias, out, num_rows, num_columns, depth, num_parts,
+    ROWS: tl.constexpr, COLUMNS: tl.constexpr, DEPTH: tl.constexpr, UNIT: tl.constexpr,  # noqa: N803
+    GROUP: tl.constexpr, IS_JOINED: tl.constexpr, IS_EARLY: tl.constexpr  # noqa: N803
+):  # fmt: skip
     """Each program multiplies some rows of the weight, or one part of their depth, with some rows of ``x``.
 
     The copy engine loads both, and zeros for what lies outside.
@@ -147,16 +124,9 @@ def _product_kernel(  # type: ignore[no-untyped-def]
 
 @triton.jit  # type: ignore[untyped-decorator]
 def _sum(  # type: ignore[no-untyped-def]
-    x,
-    weight,
-    first_row,
-    first_column,
-    begin,
-    end,
-    ROWS: tl.constexpr,  # noqa: N803
-    COLUMNS: tl.constexpr,  # noqa: N803
-    DEPTH: tl.constexpr,  # noqa: N803
-):
+    x, weight, first_row, first_column, begin, end,
+    ROWS: tl.constexpr, COLUMNS: tl.constexpr, DEPTH: tl.constexpr  # noqa: N803
+):  # fmt: skip
     """Returns the sums of the depth from ``begin`` to ``end``, float32 ``[ROWS, COLUMNS]``.
 
     Few rows are the right operand: matrix instructions take 64 rows on the left.

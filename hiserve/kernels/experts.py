@@ -40,32 +40,20 @@ def route(logits: Tensor, num_per_token: int, is_normalized: bool) -> tuple[Tens
     shares = torch.empty((num_tokens, num_per_token), dtype=torch.float32, device=logits.device)
     chosen = torch.empty((num_tokens, num_per_token), dtype=torch.int64, device=logits.device)
     _route_kernel[(num_tokens,)](
-        logits,
-        shares,
-        chosen,
-        NUM_EXPERTS=num_experts,
-        BLOCK=triton.next_power_of_2(num_experts),
-        NUM_CHOSEN=num_per_token,
-        BLOCK_CHOSEN=triton.next_power_of_2(num_per_token),
-        IS_NORMALIZED=is_normalized,
-        num_warps=1,
+        logits, shares, chosen,
+        NUM_EXPERTS=num_experts, BLOCK=triton.next_power_of_2(num_experts), NUM_CHOSEN=num_per_token,
+        BLOCK_CHOSEN=triton.next_power_of_2(num_per_token), IS_NORMALIZED=is_normalized, num_warps=1,
         **early_launch(logits.device),
-    )
+    )  # fmt: skip
     return shares, chosen
 
 
 @triton.jit  # type: ignore[untyped-decorator]
 def _route_kernel(  # type: ignore[no-untyped-def]
-    logits,
-    shares,
-    chosen,
-    NUM_EXPERTS: tl.constexpr,  # noqa: N803
-    BLOCK: tl.constexpr,  # noqa: N803
-    NUM_CHOSEN: tl.constexpr,  # noqa: N803
-    BLOCK_CHOSEN: tl.constexpr,  # noqa: N803
-    IS_NORMALIZED: tl.constexpr,  # noqa: N803
-    IS_EARLY: tl.constexpr,  # noqa: N803
-):
+    logits, shares, chosen,
+    NUM_EXPERTS: tl.constexpr, BLOCK: tl.constexpr, NUM_CHOSEN: tl.constexpr, BLOCK_CHOSEN: tl.constexpr,  # noqa: N803
+    IS_NORMALIZED: tl.constexpr, IS_EARLY: tl.constexpr  # noqa: N803
+):  # fmt: skip
     """Each program routes one token. For any logits, NaN included, experts are in range and differ."""
     token = tl.program_id(0).to(tl.int64)
     expert = tl.arange(0, BLOCK)
@@ -180,17 +168,10 @@ def _sum(made: Tensor, shares: Tensor, *, has_shared: bool) -> Tensor:
     (num_tokens, num_chosen), size = shares.shape, made.shape[1]
     out = made.new_empty((num_tokens, size))
     _sum_kernel[(num_tokens * triton.cdiv(size, _SUM_BLOCK),)](
-        made,
-        shares,
-        out,
-        num_tokens * num_chosen,
-        SIZE=size,
-        NUM_CHOSEN=num_chosen,
-        HAS_SHARED=has_shared,
-        BLOCK=_SUM_BLOCK,
-        num_warps=1,
+        made, shares, out, num_tokens * num_chosen,
+        SIZE=size, NUM_CHOSEN=num_chosen, HAS_SHARED=has_shared, BLOCK=_SUM_BLOCK, num_warps=1,
         **early_launch(made.device),
-    )
+    )  # fmt: skip
     return out
 
 
@@ -208,30 +189,17 @@ def _group(chosen: Tensor, num_experts: int, num_pairs: int) -> tuple[Tensor, Te
     ends = torch.empty(num_all, dtype=torch.int32, device=chosen.device)
     block, num_warps = _SCANS[num_pairs > 4096]
     _group_kernel[(num_all,)](
-        chosen,
-        order,
-        ends,
-        chosen.numel(),
-        num_pairs,
-        num_experts,
-        BLOCK=block,
-        num_warps=num_warps,
-        **early_launch(chosen.device),
-    )
+        chosen, order, ends, chosen.numel(), num_pairs, num_experts,
+        BLOCK=block, num_warps=num_warps, **early_launch(chosen.device),
+    )  # fmt: skip
     return order, ends
 
 
 @triton.jit(do_not_specialize=["num_chosen", "num_pairs", "num_experts"])  # type: ignore[untyped-decorator]
 def _group_kernel(  # type: ignore[no-untyped-def]
-    chosen,
-    order,
-    ends,
-    num_chosen,
-    num_pairs,
-    num_experts,
-    BLOCK: tl.constexpr,  # noqa: N803
-    IS_EARLY: tl.constexpr,  # noqa: N803
-):
+    chosen, order, ends, num_chosen, num_pairs, num_experts,
+    BLOCK: tl.constexpr, IS_EARLY: tl.constexpr  # noqa: N803
+):  # fmt: skip
     """Each program finds the pairs of one expert."""
     expert = tl.program_id(0)
     start_next(IS_EARLY)
@@ -253,16 +221,10 @@ def _group_kernel(  # type: ignore[no-untyped-def]
 
 @triton.jit(do_not_specialize=["first_shared"])  # type: ignore[untyped-decorator]
 def _sum_kernel(  # type: ignore[no-untyped-def]
-    made,
-    shares,
-    out,
-    first_shared,
-    SIZE: tl.constexpr,  # noqa: N803
-    NUM_CHOSEN: tl.constexpr,  # noqa: N803
-    HAS_SHARED: tl.constexpr,  # noqa: N803
-    BLOCK: tl.constexpr,  # noqa: N803
-    IS_EARLY: tl.constexpr,  # noqa: N803
-):
+    made, shares, out, first_shared,
+    SIZE: tl.constexpr, NUM_CHOSEN: tl.constexpr, HAS_SHARED: tl.constexpr, BLOCK: tl.constexpr,  # noqa: N803
+    IS_EARLY: tl.constexpr  # noqa: N803
+):  # fmt: skip
     """Each program sums a block of one token, its likeliest expert first, and last the one that computes all."""
     blocks: tl.constexpr = (SIZE + BLOCK - 1) // BLOCK
     token = (tl.program_id(0) // blocks).to(tl.int64)

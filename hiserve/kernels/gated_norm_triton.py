@@ -22,40 +22,19 @@ def gated_rms_norm(x: Tensor, gate: Tensor, weight: Tensor, eps: float) -> Tenso
     block = triton.next_power_of_2(size)
     heads = min(_BLOCK_HEADS, triton.next_power_of_2(num_heads))
     _gated_norm_kernel[(num_tokens, triton.cdiv(num_heads, heads))](
-        x,
-        gate,
-        weight,
-        out,
-        eps,
-        gate.stride(0),
-        gate.stride(1),
-        NUM_HEADS=num_heads,
-        SIZE=size,
-        BLOCK_HEADS=heads,
-        BLOCK=block,
-        IS_WIDE=x.dtype == torch.float64,
-        num_warps=max(1, heads * block // _ELEMENTS_PER_WARP),
-        **early_launch(x.device),
-    )
+        x, gate, weight, out, eps, gate.stride(0), gate.stride(1),
+        NUM_HEADS=num_heads, SIZE=size, BLOCK_HEADS=heads, BLOCK=block, IS_WIDE=x.dtype == torch.float64,
+        num_warps=max(1, heads * block // _ELEMENTS_PER_WARP), **early_launch(x.device),
+    )  # fmt: skip
     return out
 
 
 @triton.jit(do_not_specialize=["eps"])  # type: ignore[untyped-decorator]
 def _gated_norm_kernel(  # type: ignore[no-untyped-def]
-    x,
-    gate,
-    weight,
-    out,
-    eps,
-    token_stride,
-    head_stride,
-    NUM_HEADS: tl.constexpr,  # noqa: N803
-    SIZE: tl.constexpr,  # noqa: N803
-    BLOCK_HEADS: tl.constexpr,  # noqa: N803
-    BLOCK: tl.constexpr,  # noqa: N803
-    IS_WIDE: tl.constexpr,  # noqa: N803
-    IS_EARLY: tl.constexpr,  # noqa: N803
-):
+    x, gate, weight, out, eps, token_stride, head_stride,
+    NUM_HEADS: tl.constexpr, SIZE: tl.constexpr, BLOCK_HEADS: tl.constexpr, BLOCK: tl.constexpr,  # noqa: N803
+    IS_WIDE: tl.constexpr, IS_EARLY: tl.constexpr  # noqa: N803
+):  # fmt: skip
     """Each program norms some heads of one token."""
     wide: tl.constexpr = tl.float64 if IS_WIDE else tl.float32
     dtype: tl.constexpr = x.dtype.element_ty

@@ -26,38 +26,21 @@ def route_in_groups(
     shares = torch.empty((num_tokens, num_per_token), dtype=torch.float32, device=logits.device)
     chosen = torch.empty((num_tokens, num_per_token), dtype=torch.int64, device=logits.device)
     _route_in_groups[(num_tokens,)](
-        logits,
-        groups.bias,
-        shares,
-        chosen,
-        groups.scale,
-        NUM_EXPERTS=num_experts,
-        NUM_GROUPS=groups.num_groups,
-        NUM_CHOSEN_GROUPS=groups.num_chosen,
-        NUM_CHOSEN=num_per_token,
-        BLOCK_CHOSEN=triton.next_power_of_2(num_per_token),
-        IS_NORMALIZED=is_normalized,
-        num_warps=1,
-        **early_launch(logits.device),
-    )
+        logits, groups.bias, shares, chosen, groups.scale,
+        NUM_EXPERTS=num_experts, NUM_GROUPS=groups.num_groups, NUM_CHOSEN_GROUPS=groups.num_chosen,
+        NUM_CHOSEN=num_per_token, BLOCK_CHOSEN=triton.next_power_of_2(num_per_token), IS_NORMALIZED=is_normalized,
+        num_warps=1, **early_launch(logits.device),
+    )  # fmt: skip
     return shares, chosen
 
 
 @triton.jit(do_not_specialize=["scale"])  # type: ignore[untyped-decorator]
 def _route_in_groups(  # type: ignore[no-untyped-def]
-    logits,
-    bias,
-    shares,
-    chosen,
-    scale,
-    NUM_EXPERTS: tl.constexpr,  # noqa: N803
-    NUM_GROUPS: tl.constexpr,  # noqa: N803
-    NUM_CHOSEN_GROUPS: tl.constexpr,  # noqa: N803
-    NUM_CHOSEN: tl.constexpr,  # noqa: N803
-    BLOCK_CHOSEN: tl.constexpr,  # noqa: N803
-    IS_NORMALIZED: tl.constexpr,  # noqa: N803
-    IS_EARLY: tl.constexpr,  # noqa: N803
-):
+    logits, bias, shares, chosen, scale,
+    NUM_EXPERTS: tl.constexpr, NUM_GROUPS: tl.constexpr, NUM_CHOSEN_GROUPS: tl.constexpr,  # noqa: N803
+    NUM_CHOSEN: tl.constexpr, BLOCK_CHOSEN: tl.constexpr, IS_NORMALIZED: tl.constexpr,  # noqa: N803
+    IS_EARLY: tl.constexpr  # noqa: N803
+):  # fmt: skip
     """Each program routes one token. For any logits, NaN included, experts are in range and differ."""
     token = tl.program_id(0).to(tl.int64)
     expert = tl.arange(0, NUM_EXPERTS)

@@ -31,25 +31,11 @@ def store_index_keys(
     tile = tile_of(packed, pool, width, page_rows)
     assert tile or (pool.shape[1] == width and pool.dtype == key.dtype), (pool.shape, pool.dtype)
     _store_index_keys[(num_tokens,)](
-        key,
-        weight,
-        bias,
-        cos,
-        sin,
-        pool,
-        slots,
-        eps,
-        key.stride(0),
-        pool.stride(0),
-        WIDTH=width,
-        TILE=tile,
-        PAGE_ROWS=page_rows,
-        HALF=rope_dim // 2,
-        BLOCK_PLAIN=triton.next_power_of_2(max(1, width - rope_dim)),
-        BLOCK_PAIRS=triton.next_power_of_2(rope_dim // 2),
-        num_warps=1,
-        **early_launch(key.device),
-    )
+        key, weight, bias, cos, sin, pool, slots, eps, key.stride(0), pool.stride(0),
+        WIDTH=width, TILE=tile, PAGE_ROWS=page_rows, HALF=rope_dim // 2,
+        BLOCK_PLAIN=triton.next_power_of_2(max(1, width - rope_dim)), BLOCK_PAIRS=triton.next_power_of_2(rope_dim // 2),
+        num_warps=1, **early_launch(key.device),
+    )  # fmt: skip
 
 
 def rotate_first(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
@@ -57,40 +43,19 @@ def rotate_first(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
     num_tokens, num_heads, width = x.shape
     assert x.is_contiguous(), x.stride()
     _rotate_first[(num_tokens, triton.cdiv(num_heads, _BLOCK_HEADS))](
-        x,
-        cos,
-        sin,
-        NUM_HEADS=num_heads,
-        WIDTH=width,
-        HALF=cos.shape[2] // 2,
-        BLOCK_HEADS=_BLOCK_HEADS,
-        BLOCK_PAIRS=triton.next_power_of_2(cos.shape[2] // 2),
-        num_warps=2,
-        **early_launch(x.device),
-    )
+        x, cos, sin,
+        NUM_HEADS=num_heads, WIDTH=width, HALF=cos.shape[2] // 2, BLOCK_HEADS=_BLOCK_HEADS,
+        BLOCK_PAIRS=triton.next_power_of_2(cos.shape[2] // 2), num_warps=2, **early_launch(x.device),
+    )  # fmt: skip
     return x
 
 
 @triton.jit(do_not_specialize=["eps"])  # type: ignore[untyped-decorator]
 def _store_index_keys(  # type: ignore[no-untyped-def]
-    key,
-    weight,
-    bias,
-    cos,
-    sin,
-    pool,
-    slots,
-    eps,
-    key_stride,
-    slot_stride,
-    WIDTH: tl.constexpr,  # noqa: N803
-    TILE: tl.constexpr,  # noqa: N803
-    PAGE_ROWS: tl.constexpr,  # noqa: N803
-    HALF: tl.constexpr,  # noqa: N803
-    BLOCK_PLAIN: tl.constexpr,  # noqa: N803
-    BLOCK_PAIRS: tl.constexpr,  # noqa: N803
-    IS_EARLY: tl.constexpr,  # noqa: N803
-):
+    key, weight, bias, cos, sin, pool, slots, eps, key_stride, slot_stride,
+    WIDTH: tl.constexpr, TILE: tl.constexpr, PAGE_ROWS: tl.constexpr, HALF: tl.constexpr,  # noqa: N803
+    BLOCK_PLAIN: tl.constexpr, BLOCK_PAIRS: tl.constexpr, IS_EARLY: tl.constexpr  # noqa: N803
+):  # fmt: skip
     """Each program handles one token: the two halves that are rotated, and what lies behind them."""
     wide: tl.constexpr = cos.dtype.element_ty
     dtype: tl.constexpr = key.dtype.element_ty
@@ -129,16 +94,10 @@ def _store_index_keys(  # type: ignore[no-untyped-def]
 
 @triton.jit  # type: ignore[untyped-decorator]
 def _rotate_first(  # type: ignore[no-untyped-def]
-    x,
-    cos,
-    sin,
-    NUM_HEADS: tl.constexpr,  # noqa: N803
-    WIDTH: tl.constexpr,  # noqa: N803
-    HALF: tl.constexpr,  # noqa: N803
-    BLOCK_HEADS: tl.constexpr,  # noqa: N803
-    BLOCK_PAIRS: tl.constexpr,  # noqa: N803
-    IS_EARLY: tl.constexpr,  # noqa: N803
-):
+    x, cos, sin,
+    NUM_HEADS: tl.constexpr, WIDTH: tl.constexpr, HALF: tl.constexpr, BLOCK_HEADS: tl.constexpr,  # noqa: N803
+    BLOCK_PAIRS: tl.constexpr, IS_EARLY: tl.constexpr  # noqa: N803
+):  # fmt: skip
     """Each program rotates some heads of one token."""
     token = tl.program_id(0).to(tl.int64)
     head, pair = tl.program_id(1) * BLOCK_HEADS + tl.arange(0, BLOCK_HEADS), tl.arange(0, BLOCK_PAIRS)

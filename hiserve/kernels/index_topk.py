@@ -62,21 +62,10 @@ def choose_rows(q: Tensor, weights: Tensor, keys: RangeRows, most: int, scale: f
         count = min(step, num_tokens - first)
         scores = q.new_empty((count, keys.width), dtype=torch.float32)
         _score[(count, num_parts)](
-            q[part],
-            weights[part],
-            *places,
-            keys.pool,
-            scores,
-            keys.table.stride(0),
-            keys.pool.stride(0),
-            keys.width,
-            scale,
-            most,
-            shape,
-            num_warps=_NUM_WARPS,
-            num_stages=_NUM_STAGES,
-            **early_launch(q.device),
-        )
+            q[part], weights[part], *places, keys.pool, scores, keys.table.stride(0), keys.pool.stride(0), keys.width,
+            scale, most, shape,
+            num_warps=_NUM_WARPS, num_stages=_NUM_STAGES, **early_launch(q.device),
+        )  # fmt: skip
         _choose_best(scores, places, slots[part], shape)
     return slots
 
@@ -105,20 +94,9 @@ def _choose_best(scores: Tensor, places: tuple[Tensor, Tensor, Tensor], slots: T
             (None, None) if is_last else (scores.new_empty(size), slots.new_empty(size, dtype=torch.int32))
         )
         _choose[(num_tokens, num_parts)](
-            scores,
-            rows,
-            *places,
-            best,
-            best_rows,
-            slots,
-            table.stride(0),
-            scores.shape[1],
-            most,
-            shape,
-            CHUNK=chunk,
-            num_warps=max(4, min(32, chunk // _ELEMENTS_PER_WARP)),
-            **early_launch(scores.device),
-        )
+            scores, rows, *places, best, best_rows, slots, table.stride(0), scores.shape[1], most, shape,
+            CHUNK=chunk, num_warps=max(4, min(32, chunk // _ELEMENTS_PER_WARP)), **early_launch(scores.device),
+        )  # fmt: skip
         if best is None:
             return
         scores, rows = best, best_rows
@@ -129,21 +107,9 @@ def _choose_best(scores: Tensor, places: tuple[Tensor, Tensor, Tensor], slots: T
     do_not_specialize_on_alignment=["q", "weights", "positions", "token_rows"],
 )
 def _score(  # type: ignore[no-untyped-def]
-    q,
-    weights,
-    positions,
-    token_rows,
-    table,
-    pool,
-    scores,
-    table_stride,
-    slot_stride,
-    num_rows,
-    scale,
-    most,
-    SHAPE: tl.constexpr,  # noqa: N803
-    IS_EARLY: tl.constexpr,  # noqa: N803
-):
+    q, weights, positions, token_rows, table, pool, scores, table_stride, slot_stride, num_rows, scale, most,
+    SHAPE: tl.constexpr, IS_EARLY: tl.constexpr  # noqa: N803
+):  # fmt: skip
     """Each program computes the scores of a token's rows in one part of them: whole tiles, of what the token sees.
 
     Where it sees no more than ``most``, all are chosen and need no score.
@@ -190,21 +156,9 @@ def _order(scores, place, is_row):  # type: ignore[no-untyped-def]
     do_not_specialize_on_alignment=["positions", "token_rows", "slots"],
 )
 def _choose(  # type: ignore[no-untyped-def]
-    scores,
-    rows,
-    positions,
-    token_rows,
-    table,
-    best,
-    best_rows,
-    slots,
-    table_stride,
-    num_rows,
-    most,
-    SHAPE: tl.constexpr,  # noqa: N803
-    CHUNK: tl.constexpr,  # noqa: N803
-    IS_EARLY: tl.constexpr,  # noqa: N803
-):
+    scores, rows, positions, token_rows, table, best, best_rows, slots, table_stride, num_rows, most,
+    SHAPE: tl.constexpr, CHUNK: tl.constexpr, IS_EARLY: tl.constexpr  # noqa: N803
+):  # fmt: skip
     """Each program chooses among some rows of one token: all that it sees in order, or those of ``rows``, of which -1 is none.
 
     It fills its part of ``best`` and ``best_rows``, or without these the token's slots.

@@ -140,33 +140,15 @@ def decode(
         part_lse = torch.empty((num_parts, num_tokens, num_heads), dtype=torch.float32, device=q.device)
     grid = (triton.cdiv(max_q_len * num_heads, shape.num_queries), num_rows, num_parts)
     _attend[grid](
-        q,
-        pool,
-        *rows,
-        part_out,
-        part_lse,
-        num_tokens,
-        pool.stride(0),
-        rows.page_table.stride(0),
-        scale * math.log2(math.e),
-        shape,
-        num_warps=tile.num_warps,
-        num_stages=tile.num_stages,
-        **early,
-    )
+        q, pool, *rows, part_out, part_lse, num_tokens, pool.stride(0), rows.page_table.stride(0),
+        scale * math.log2(math.e), shape,
+        num_warps=tile.num_warps, num_stages=tile.num_stages, **early,
+    )  # fmt: skip
     if part_lse is not None:
         _join[(max_q_len * num_heads, num_rows)](
-            part_out,
-            part_lse,
-            rows.qo_indptr,
-            rows.kv_lens,
-            out,
-            num_tokens,
-            num_parts,
-            shape,
-            PARTS=_NUM_JOINED,
-            **early,
-        )
+            part_out, part_lse, rows.qo_indptr, rows.kv_lens, out, num_tokens, num_parts, shape,
+            PARTS=_NUM_JOINED, **early,
+        )  # fmt: skip
 
 
 @triton.jit  # type: ignore[untyped-decorator]
@@ -201,20 +183,9 @@ def _attend_plain(mine, is_query, last, pool, slot_stride, table, keys, scale, S
 
 @triton.jit(do_not_specialize=_VARYING)  # type: ignore[untyped-decorator]
 def _attend(  # type: ignore[no-untyped-def]
-    q,
-    pool,
-    qo_indptr,
-    kv_lens,
-    page_table,
-    out,
-    lse,
-    num_tokens,
-    slot_stride,
-    table_stride,
-    scale,
-    SHAPE: tl.constexpr,  # noqa: N803
-    IS_EARLY: tl.constexpr,  # noqa: N803
-):
+    q, pool, qo_indptr, kv_lens, page_table, out, lse, num_tokens, slot_stride, table_stride, scale,
+    SHAPE: tl.constexpr, IS_EARLY: tl.constexpr  # noqa: N803
+):  # fmt: skip
     """Each program computes some queries of a row over one part of its keys. A part without keys writes nothing, but the first."""
     start_next(IS_EARLY)
     await_previous(IS_EARLY)
@@ -257,17 +228,9 @@ def _store_values(out, target, total, summed, first, is_query, SHAPE: tl.constex
 
 @triton.jit(do_not_specialize=["qo_indptr", "kv_lens", "num_tokens", "num_parts"])  # type: ignore[untyped-decorator]
 def _join(  # type: ignore[no-untyped-def]
-    part_out,
-    part_lse,
-    qo_indptr,
-    kv_lens,
-    out,
-    num_tokens,
-    num_parts,
-    SHAPE: tl.constexpr,  # noqa: N803
-    PARTS: tl.constexpr,  # noqa: N803
-    IS_EARLY: tl.constexpr,  # noqa: N803
-):
+    part_out, part_lse, qo_indptr, kv_lens, out, num_tokens, num_parts,
+    SHAPE: tl.constexpr, PARTS: tl.constexpr, IS_EARLY: tl.constexpr  # noqa: N803
+):  # fmt: skip
     """Each program joins the parts of one query, ``PARTS`` at a time; parts that saw no key have the logarithm -inf."""
     start_next(IS_EARLY)
     await_previous(IS_EARLY)

@@ -60,15 +60,10 @@ def _places_of(pool, slot, RANK: tl.constexpr, ROPE_DIM: tl.constexpr, PAGE_ROWS
 
 @triton.jit  # type: ignore[untyped-decorator]
 def load_latents(  # type: ignore[no-untyped-def]
-    pool,
-    slot,
-    is_there,
-    DTYPE: tl.constexpr,  # noqa: N803
-    RANK: tl.constexpr,  # noqa: N803
-    ROPE_DIM: tl.constexpr,  # noqa: N803
-    PAGE_ROWS: tl.constexpr,  # noqa: N803
-    HAS_INSTRUCTIONS: tl.constexpr,  # noqa: N803
-):
+    pool, slot, is_there,
+    DTYPE: tl.constexpr, RANK: tl.constexpr, ROPE_DIM: tl.constexpr, PAGE_ROWS: tl.constexpr,  # noqa: N803
+    HAS_INSTRUCTIONS: tl.constexpr  # noqa: N803
+):  # fmt: skip
     """Returns the halves of the latents of slots ``[K]``, ``[K, RANK / 2]``, and rotated keys, ``[K, ROPE_DIM]``; zeros where there is none."""
     place, scale = _places_of(pool, slot, RANK, ROPE_DIM, PAGE_ROWS)
     tile: tl.constexpr = RANK // _SCALES
@@ -100,14 +95,9 @@ def _widen(pairs, low, high, DTYPE: tl.constexpr, HAS_INSTRUCTIONS: tl.constexpr
 
 @triton.jit  # type: ignore[untyped-decorator]
 def store_latent(  # type: ignore[no-untyped-def]
-    latent,
-    pool,
-    slot,
-    slot_stride,
-    RANK: tl.constexpr,  # noqa: N803
-    ROPE_DIM: tl.constexpr,  # noqa: N803
-    PAGE_ROWS: tl.constexpr,  # noqa: N803
-):
+    latent, pool, slot, slot_stride,
+    RANK: tl.constexpr, ROPE_DIM: tl.constexpr, PAGE_ROWS: tl.constexpr  # noqa: N803
+):  # fmt: skip
     """Stores a latent in a slot: as it is, or packed.
 
     Returns:

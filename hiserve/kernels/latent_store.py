@@ -36,58 +36,22 @@ def store_latents(
     rows = torch.empty((num_tokens, 1, rank + rope_dim), dtype=row.dtype, device=row.device)
     num_blocks = 1 + triton.cdiv(num_heads, _BLOCK_HEADS)  # of a token: its row, then its queries
     _store_latents[(num_tokens * num_blocks,)](
-        q,
-        row,
-        weight,
-        cos,
-        sin,
-        slots,
-        rows,
-        kv.k,
-        eps,
-        q.stride(0),
-        q.stride(1),
-        row.stride(0),
-        kv.k.stride(0),
-        NUM_HEADS=num_heads,
-        PLAIN=q.shape[2] - rope_dim,
-        RANK=rank,
-        HALF=rope_dim // 2,
-        PAGE_ROWS=page_rows,
-        BLOCK_HEADS=_BLOCK_HEADS,
-        BLOCK_RANK=triton.next_power_of_2(rank),
+        q, row, weight, cos, sin, slots, rows, kv.k, eps, q.stride(0), q.stride(1), row.stride(0), kv.k.stride(0),
+        NUM_HEADS=num_heads, PLAIN=q.shape[2] - rope_dim, RANK=rank, HALF=rope_dim // 2, PAGE_ROWS=page_rows,
+        BLOCK_HEADS=_BLOCK_HEADS, BLOCK_RANK=triton.next_power_of_2(rank),
         BLOCK_PAIRS=triton.next_power_of_2(rope_dim // 2),
-        num_warps=min(_MAX_WARPS, max(1, rank // _ELEMENTS_PER_WARP)),
-        **early_launch(q.device),
-    )
+        num_warps=min(_MAX_WARPS, max(1, rank // _ELEMENTS_PER_WARP)), **early_launch(q.device),
+    )  # fmt: skip
     return q, rows
 
 
 @triton.jit(do_not_specialize=["eps"])  # type: ignore[untyped-decorator]
 def _store_latents(  # type: ignore[no-untyped-def]
-    q,
-    row,
-    weight,
-    cos,
-    sin,
-    slots,
-    rows,
-    pool,
-    eps,
-    token_stride,
-    head_stride,
-    row_stride,
-    slot_stride,
-    NUM_HEADS: tl.constexpr,  # noqa: N803
-    PLAIN: tl.constexpr,  # noqa: N803
-    RANK: tl.constexpr,  # noqa: N803
-    HALF: tl.constexpr,  # noqa: N803
-    PAGE_ROWS: tl.constexpr,  # noqa: N803
-    BLOCK_HEADS: tl.constexpr,  # noqa: N803
-    BLOCK_RANK: tl.constexpr,  # noqa: N803
-    BLOCK_PAIRS: tl.constexpr,  # noqa: N803
-    IS_EARLY: tl.constexpr,  # noqa: N803
-):
+    q, row, weight, cos, sin, slots, rows, pool, eps, token_stride, head_stride, row_stride, slot_stride,
+    NUM_HEADS: tl.constexpr, PLAIN: tl.constexpr, RANK: tl.constexpr, HALF: tl.constexpr,  # noqa: N803
+    PAGE_ROWS: tl.constexpr, BLOCK_HEADS: tl.constexpr, BLOCK_RANK: tl.constexpr,  # noqa: N803
+    BLOCK_PAIRS: tl.constexpr, IS_EARLY: tl.constexpr  # noqa: N803
+):  # fmt: skip
     """Each program handles one token: its row, or some of its query heads."""
     wide: tl.constexpr = cos.dtype.element_ty
     dtype: tl.constexpr = rows.dtype.element_ty

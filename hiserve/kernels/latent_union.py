@@ -105,25 +105,11 @@ def attend(
     positions, token_rows = (None, None) if ranges is None else (ranges.positions, ranges.token_rows)
     early = early_launch(q.device)
     _attend[(num_tokens * triton.cdiv(num_heads, tile.num_heads), num_parts)](
-        q,
-        positions,
-        token_rows,
-        first,
-        *first_ends,
-        second,
-        *second_ends,
-        part_out,
-        part_lse,
-        *((sink, cos, sin) if num_parts == 1 else (None,) * 3),
-        num_tokens,
-        scale * math.log2(math.e),
-        shape,
-        first_kind,
-        second_kind,
-        num_warps=tile.num_warps,
-        num_stages=tile.num_stages,
-        **early,
-    )
+        q, positions, token_rows, first, *first_ends, second, *second_ends, part_out, part_lse,
+        *((sink, cos, sin) if num_parts == 1 else (None,) * 3), num_tokens, scale * math.log2(math.e), shape,
+        first_kind, second_kind,
+        num_warps=tile.num_warps, num_stages=tile.num_stages, **early,
+    )  # fmt: skip
     if num_parts > 1:
         given = (part_out, part_lse, sink, cos, sin, out, lse, num_tokens, num_parts)
         _join[(num_tokens, num_heads)](*given, shape, PARTS=_NUM_JOINED, **early)
@@ -217,17 +203,9 @@ def _attend_rows(queries, source, low, high, scale, state, SHAPE: tl.constexpr, 
 
 @triton.jit  # type: ignore[untyped-decorator]
 def _attend_plain(  # type: ignore[no-untyped-def]
-    queries,
-    one,
-    two,
-    ends,
-    tiles,
-    scale,
-    state,
-    SHAPE: tl.constexpr,  # noqa: N803
-    FIRST: tl.constexpr,  # noqa: N803
-    SECOND: tl.constexpr,  # noqa: N803
-):
+    queries, one, two, ends, tiles, scale, state,
+    SHAPE: tl.constexpr, FIRST: tl.constexpr, SECOND: tl.constexpr  # noqa: N803
+):  # fmt: skip
     """Adds tiles of the first source to a softmax, then those of the second; each is its pool, the distance of rows, and its index."""
     first, first_end, second, second_end = ends
     low, before, high = tiles
@@ -242,31 +220,10 @@ def _attend_plain(  # type: ignore[no-untyped-def]
 
 @triton.jit(do_not_specialize=_VARYING)  # type: ignore[untyped-decorator]
 def _attend(  # type: ignore[no-untyped-def]
-    q,
-    positions,
-    token_rows,
-    first_pool,
-    first_slot_stride,
-    first_index,
-    first_stride,
-    first_count,
-    second_pool,
-    second_slot_stride,
-    second_index,
-    second_stride,
-    second_count,
-    out,
-    lse,
-    sink,
-    cos,
-    sin,
-    num_tokens,
-    scale,
-    SHAPE: tl.constexpr,  # noqa: N803
-    FIRST: tl.constexpr,  # noqa: N803
-    SECOND: tl.constexpr,  # noqa: N803
-    IS_EARLY: tl.constexpr,  # noqa: N803
-):
+    q, positions, token_rows, first_pool, first_slot_stride, first_index, first_stride, first_count, second_pool,
+    second_slot_stride, second_index, second_stride, second_count, out, lse, sink, cos, sin, num_tokens, scale,
+    SHAPE: tl.constexpr, FIRST: tl.constexpr, SECOND: tl.constexpr, IS_EARLY: tl.constexpr  # noqa: N803
+):  # fmt: skip
     """Each program computes some heads of a token over one part of its rows. A part without rows, but the first, has no values."""
     start_next(IS_EARLY)
     await_previous(IS_EARLY)
@@ -322,19 +279,9 @@ def _store(out, lse, sink, cos, sin, token, part, head, num_tokens, state, SHAPE
 
 @triton.jit(do_not_specialize=["num_tokens", "num_parts"])  # type: ignore[untyped-decorator]
 def _join(  # type: ignore[no-untyped-def]
-    part_out,
-    part_lse,
-    sink,
-    cos,
-    sin,
-    out,
-    lse,
-    num_tokens,
-    num_parts,
-    SHAPE: tl.constexpr,  # noqa: N803
-    PARTS: tl.constexpr,  # noqa: N803
-    IS_EARLY: tl.constexpr,  # noqa: N803
-):
+    part_out, part_lse, sink, cos, sin, out, lse, num_tokens, num_parts,
+    SHAPE: tl.constexpr, PARTS: tl.constexpr, IS_EARLY: tl.constexpr  # noqa: N803
+):  # fmt: skip
     """Each program joins the parts of one head of a token, ``PARTS`` at a time, and the sink, and turns the sum back."""
     start_next(IS_EARLY)
     await_previous(IS_EARLY)

@@ -28,39 +28,18 @@ def draft_ngrams(
     assert num_following <= MAX_FOLLOWING, f"continuations of {num_following} tokens; the most is {MAX_FOLLOWING}"
     assert max_known > 0 and max_ngram * row_len < 2**31, f"{max_ngram} of {row_len} tokens have no 32-bit score"
     _draft_ngrams[(rows.shape[0],)](
-        rows,
-        state.known_len,
-        state.tokens,
-        continuations,
-        row_len,
-        num_draft,
-        num_following,
-        MIN_NGRAM=min_ngram,
-        MAX_NGRAM=max_ngram,
-        BLOCK=_BLOCK,
-        DRAFT_BLOCK=triton.next_power_of_2(num_draft),
-        FOLLOW_BLOCK=MAX_FOLLOWING,
-        num_warps=_NUM_WARPS,
-        **early_launch(rows.device),
-    )
+        rows, state.known_len, state.tokens, continuations, row_len, num_draft, num_following,
+        MIN_NGRAM=min_ngram, MAX_NGRAM=max_ngram, BLOCK=_BLOCK, DRAFT_BLOCK=triton.next_power_of_2(num_draft),
+        FOLLOW_BLOCK=MAX_FOLLOWING, num_warps=_NUM_WARPS, **early_launch(rows.device),
+    )  # fmt: skip
 
 
 @triton.jit(do_not_specialize=["rows", "continuations", "num_draft", "num_following"])  # type: ignore[untyped-decorator]
 def _draft_ngrams(  # type: ignore[no-untyped-def]
-    rows,
-    known_len,
-    tokens,
-    continuations,
-    row_len,
-    num_draft,
-    num_following,
-    MIN_NGRAM: tl.constexpr,  # noqa: N803
-    MAX_NGRAM: tl.constexpr,  # noqa: N803
-    BLOCK: tl.constexpr,  # noqa: N803
-    DRAFT_BLOCK: tl.constexpr,  # noqa: N803
-    FOLLOW_BLOCK: tl.constexpr,  # noqa: N803
-    IS_EARLY: tl.constexpr,  # noqa: N803
-):
+    rows, known_len, tokens, continuations, row_len, num_draft, num_following,
+    MIN_NGRAM: tl.constexpr, MAX_NGRAM: tl.constexpr, BLOCK: tl.constexpr, DRAFT_BLOCK: tl.constexpr,  # noqa: N803
+    FOLLOW_BLOCK: tl.constexpr, IS_EARLY: tl.constexpr  # noqa: N803
+):  # fmt: skip
     """Each program reads one row's known tokens once and copies what follows the best match, or its continuation's rest."""
     start_next(IS_EARLY)
     await_previous(IS_EARLY)

@@ -42,17 +42,9 @@ def _find_packed(pool, index, key, is_key, SHAPE: tl.constexpr, SOURCE: tl.const
 
 @triton.jit  # type: ignore[untyped-decorator]
 def attend_packed(  # type: ignore[no-untyped-def]
-    queries,
-    one,
-    two,
-    ends,
-    tiles,
-    scale,
-    state,
-    SHAPE: tl.constexpr,  # noqa: N803
-    FIRST: tl.constexpr,  # noqa: N803
-    SECOND: tl.constexpr,  # noqa: N803
-):
+    queries, one, two, ends, tiles, scale, state,
+    SHAPE: tl.constexpr, FIRST: tl.constexpr, SECOND: tl.constexpr  # noqa: N803
+):  # fmt: skip
     """Adds tiles of packed rows to a softmax: those of the first source, then those of the second, in one loop.
 
     Of two loops the second would keep more in registers than there are. A source is its pool, the distance of rows, and its index.

@@ -31,16 +31,9 @@ def list_pages(
     do_not_specialize_on_alignment=["page_table", "kv_lens", "rows", "indptr", "first"],
 )
 def _list_pages(  # type: ignore[no-untyped-def]
-    page_table,
-    kv_lens,
-    rows,
-    indptr,
-    first,
-    out,
-    table_stride,
-    PAGE_SIZE: tl.constexpr,  # noqa: N803
-    BLOCK: tl.constexpr,  # noqa: N803
-):
+    page_table, kv_lens, rows, indptr, first, out, table_stride,
+    PAGE_SIZE: tl.constexpr, BLOCK: tl.constexpr  # noqa: N803
+):  # fmt: skip
     """One program copies one block of entries of one row."""
     begin = tl.load(indptr + tl.program_id(0))
     count = tl.load(indptr + tl.program_id(0) + 1) - begin

@@ -22,32 +22,17 @@ def pair_angles(positions: Tensor, kinds: PairFrequencies, dtype: torch.dtype) -
     shape = (num_kinds, positions.shape[0], num_pairs)
     cos, sin = (torch.empty(shape, dtype=dtype, device=positions.device) for _ in range(2))
     _angles_kernel[(positions.shape[0], num_kinds)](
-        positions,
-        kinds.frequencies,
-        kinds.factors,
-        kinds.ratios,
-        cos,
-        sin,
-        PAIRS=num_pairs,
-        BLOCK=triton.next_power_of_2(num_pairs),
-        num_warps=1,
-        **early_launch(positions.device),
-    )
+        positions, kinds.frequencies, kinds.factors, kinds.ratios, cos, sin,
+        PAIRS=num_pairs, BLOCK=triton.next_power_of_2(num_pairs), num_warps=1, **early_launch(positions.device),
+    )  # fmt: skip
     return cos, sin
 
 
 @triton.jit  # type: ignore[untyped-decorator]
 def _angles_kernel(  # type: ignore[no-untyped-def]
-    positions,
-    frequencies,
-    factors,
-    ratios,
-    cos,
-    sin,
-    PAIRS: tl.constexpr,  # noqa: N803
-    BLOCK: tl.constexpr,  # noqa: N803
-    IS_EARLY: tl.constexpr,  # noqa: N803
-):
+    positions, frequencies, factors, ratios, cos, sin,
+    PAIRS: tl.constexpr, BLOCK: tl.constexpr, IS_EARLY: tl.constexpr  # noqa: N803
+):  # fmt: skip
     """Each program computes the angles of one token for one kind of layers."""
     token, kind, pair = tl.program_id(0).to(tl.int64), tl.program_id(1), tl.arange(0, BLOCK)
     mask = pair < PAIRS
@@ -106,29 +91,12 @@ def _turn(
     row, norm, pool, slots = (None,) * 4 if stored is None else stored
     page_rows = 1 if packed is None else packed.page_rows
     _turn_kernel[(num_tokens, triton.cdiv(num_heads, block_heads) + (stored is not None))](
-        x,
-        cos,
-        sin,
-        out,
-        row,
-        norm,
-        pool,
-        slots,
-        eps,
-        x.stride(0),
-        x.stride(1),
-        cos.stride(0),
-        num_heads,
-        0 if row is None else row.stride(0),
-        0 if pool is None else pool.stride(0),
-        WIDTH=width,
-        PAIRS=cos.shape[1],
-        BLOCK_HEADS=block_heads,
-        TILE=0 if pool is None else tile_of(packed, pool, width, page_rows),
-        PAGE_ROWS=page_rows,
-        num_warps=max(1, min(8, block_heads * width // 512)),
-        **early_launch(x.device),
-    )
+        x, cos, sin, out, row, norm, pool, slots, eps, x.stride(0), x.stride(1), cos.stride(0), num_heads,
+        0 if row is None else row.stride(0), 0 if pool is None else pool.stride(0),
+        WIDTH=width, PAIRS=cos.shape[1], BLOCK_HEADS=block_heads,
+        TILE=0 if pool is None else tile_of(packed, pool, width, page_rows), PAGE_ROWS=page_rows,
+        num_warps=max(1, min(8, block_heads * width // 512)), **early_launch(x.device),
+    )  # fmt: skip
     return out
 
 
@@ -136,28 +104,11 @@ def _turn(
     do_not_specialize=["eps", "num_heads"],
 )  # type: ignore[untyped-decorator]
 def _turn_kernel(  # type: ignore[no-untyped-def]
-    x,
-    cos,
-    sin,
-    out,
-    row,
-    norm,
-    pool,
-    slots,
-    eps,
-    token_stride,
-    head_stride,
-    turn_stride,
-    num_heads,
-    row_stride,
+    x, cos, sin, out, row, norm, pool, slots, eps, token_stride, head_stride, turn_stride, num_heads, row_stride,
     slot_stride,
-    WIDTH: tl.constexpr,  # noqa: N803
-    PAIRS: tl.constexpr,  # noqa: N803
-    BLOCK_HEADS: tl.constexpr,  # noqa: N803
-    TILE: tl.constexpr,  # noqa: N803
-    PAGE_ROWS: tl.constexpr,  # noqa: N803
-    IS_EARLY: tl.constexpr,  # noqa: N803
-):
+    WIDTH: tl.constexpr, PAIRS: tl.constexpr, BLOCK_HEADS: tl.constexpr, TILE: tl.constexpr,  # noqa: N803
+    PAGE_ROWS: tl.constexpr, IS_EARLY: tl.constexpr  # noqa: N803
+):  # fmt: skip
     """Each program turns some heads of a token; with rows it norms them before, and the last one stores the token's row."""
     start_next(IS_EARLY)
     await_previous(IS_EARLY)

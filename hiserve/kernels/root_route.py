@@ -32,20 +32,10 @@ def route_by_root(
     shares = torch.empty((num_tokens, num_per_token), dtype=torch.float32, device=logits.device)
     numbers = torch.empty((num_tokens, num_per_token), dtype=torch.int64, device=logits.device)
     _route_by_root[(num_tokens,)](
-        logits,
-        bias,
-        table,
-        rows,
-        shares,
-        numbers,
-        scale,
-        NUM_EXPERTS=num_experts,
-        BLOCK_EXPERTS=triton.next_power_of_2(num_experts),
-        NUM_CHOSEN=num_per_token,
-        BLOCK_CHOSEN=triton.next_power_of_2(num_per_token),
-        num_warps=1,
-        **early_launch(logits.device),
-    )
+        logits, bias, table, rows, shares, numbers, scale,
+        NUM_EXPERTS=num_experts, BLOCK_EXPERTS=triton.next_power_of_2(num_experts), NUM_CHOSEN=num_per_token,
+        BLOCK_CHOSEN=triton.next_power_of_2(num_per_token), num_warps=1, **early_launch(logits.device),
+    )  # fmt: skip
     return shares, numbers
 
 
@@ -62,19 +52,10 @@ def _root(logit):  # type: ignore[no-untyped-def]
 
 @triton.jit(do_not_specialize=["scale"])  # type: ignore[untyped-decorator]
 def _route_by_root(  # type: ignore[no-untyped-def]
-    logits,
-    bias,
-    table,
-    rows,
-    shares,
-    numbers,
-    scale,
-    NUM_EXPERTS: tl.constexpr,  # noqa: N803
-    BLOCK_EXPERTS: tl.constexpr,  # noqa: N803
-    NUM_CHOSEN: tl.constexpr,  # noqa: N803
-    BLOCK_CHOSEN: tl.constexpr,  # noqa: N803
-    IS_EARLY: tl.constexpr,  # noqa: N803
-):
+    logits, bias, table, rows, shares, numbers, scale,
+    NUM_EXPERTS: tl.constexpr, BLOCK_EXPERTS: tl.constexpr, NUM_CHOSEN: tl.constexpr,  # noqa: N803
+    BLOCK_CHOSEN: tl.constexpr, IS_EARLY: tl.constexpr  # noqa: N803
+):  # fmt: skip
     """Each program routes one token. For any logits, NaN included, experts are in range, and those it chooses differ."""
     token = tl.program_id(0).to(tl.int64)
     expert, place = tl.arange(0, BLOCK_EXPERTS), tl.arange(0, BLOCK_CHOSEN)

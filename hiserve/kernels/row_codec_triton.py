@@ -63,18 +63,9 @@ def power_of_2(exponent):  # type: ignore[no-untyped-def]
 
 @triton.jit  # type: ignore[untyped-decorator]
 def store_halves(  # type: ignore[no-untyped-def]
-    one,
-    other,
-    pool,
-    scales,
-    slot,
-    place,
-    half,
-    head,
-    which,
-    mask,
-    NUM_HEADS: tl.constexpr,  # noqa: N803
-):
+    one, other, pool, scales, slot, place, half, head, which, mask,
+    NUM_HEADS: tl.constexpr  # noqa: N803
+):  # fmt: skip
     """Stores heads of keys or values: as they are, or in 8 bits, each with a power of 2 as its scale (``row_codecs.store_heads``).
 
     Args:
@@ -133,14 +124,9 @@ def places_of(pool, slot, WIDTH: tl.constexpr, TILE: tl.constexpr, PAGE_ROWS: tl
 
 @triton.jit  # type: ignore[untyped-decorator]
 def store_row(  # type: ignore[no-untyped-def]
-    row,
-    pool,
-    slot,
-    slot_stride,
-    WIDTH: tl.constexpr,  # noqa: N803
-    TILE: tl.constexpr,  # noqa: N803
-    PAGE_ROWS: tl.constexpr,  # noqa: N803
-):
+    row, pool, slot, slot_stride,
+    WIDTH: tl.constexpr, TILE: tl.constexpr, PAGE_ROWS: tl.constexpr  # noqa: N803
+):  # fmt: skip
     """Stores a row, float32 ``[WIDTH]``, in a slot."""
     if TILE == 0:
         tl.store(pool + slot * slot_stride + tl.arange(0, WIDTH), row.to(pool.dtype.element_ty))
@@ -213,13 +199,9 @@ def load_rows(place, scale, is_there, DTYPE: tl.constexpr, WIDTH: tl.constexpr, 
 
 @triton.jit  # type: ignore[untyped-decorator]
 def load_keys(  # type: ignore[no-untyped-def]
-    pool,
-    slot,
-    is_there,
-    DTYPE: tl.constexpr,  # noqa: N803
-    WIDTH: tl.constexpr,  # noqa: N803
-    PAGE_ROWS: tl.constexpr,  # noqa: N803
-):
+    pool, slot, is_there,
+    DTYPE: tl.constexpr, WIDTH: tl.constexpr, PAGE_ROWS: tl.constexpr  # noqa: N803
+):  # fmt: skip
     """Returns the keys of an index of slots ``[K]`` as ``load_rows``, and factors ``[K]`` of their products, above 0."""
     place, scale = places_of(pool, slot, WIDTH, WIDTH, PAGE_ROWS)
     small = tl.load(place[:, None] + tl.arange(0, WIDTH)[None, :], mask=is_there[:, None], other=0)

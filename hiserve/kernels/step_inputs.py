@@ -56,59 +56,18 @@ def fill_inputs(inputs: StepInputs, state: RowTensors, *, page_size: int) -> Non
     windows, size, num_window_pages = _windows(forward, state)
     trees, num_nodes = _trees(inputs, state)
     _check_rows[(num_rows,)](
-        inputs.rows,
-        inputs.num_new,
-        inputs.num_draft,
-        inputs.samples,
-        inputs.max_len,
-        state.computed_len,
-        state.known_len,
-        state.page_table,
-        state.entry_owner,
-        state.page_owner,
-        inputs.legal,
-        forward.kv_lens,
-        forward.page_table,
-        windows,
-        _states(forward, state),
-        forward.page_table.stride(0),
-        forward.page_table.shape[1],
-        state.page_table.shape[1],
-        state.page_owner.shape[0],
-        state.tokens.shape[1],
-        size,
-        num_window_pages,
-        SINK=PADDING_PAGE,
-        PAGE_SIZE=page_size,
-        BLOCK=_TABLE_BLOCK,
-        num_warps=_TABLE_WARPS,
-        **early,
-    )
+        inputs.rows, inputs.num_new, inputs.num_draft, inputs.samples, inputs.max_len, state.computed_len,
+        state.known_len, state.page_table, state.entry_owner, state.page_owner, inputs.legal, forward.kv_lens,
+        forward.page_table, windows, _states(forward, state), forward.page_table.stride(0), forward.page_table.shape[1],
+        state.page_table.shape[1], state.page_owner.shape[0], state.tokens.shape[1], size, num_window_pages,
+        SINK=PADDING_PAGE, PAGE_SIZE=page_size, BLOCK=_TABLE_BLOCK, num_warps=_TABLE_WARPS, **early,
+    )  # fmt: skip
     _place_tokens[(triton.cdiv(num_tokens, _TOKEN_BLOCK),)](
-        forward.token_rows,
-        inputs.offsets,
-        inputs.rows,
-        inputs.num_new,
-        inputs.num_draft,
-        forward.kv_lens,
-        inputs.legal,
-        state.tokens,
-        state.page_table,
-        forward.input_ids,
-        forward.positions,
-        forward.slots,
-        windows,
-        trees,
-        num_nodes,
-        num_tokens,
-        state.page_table.shape[1],
-        state.tokens.shape[1],
-        SINK=PADDING_PAGE,
-        PAGE_SIZE=page_size,
-        BLOCK=_TOKEN_BLOCK,
-        num_warps=_TOKEN_BLOCK // 32,
-        **early,
-    )
+        forward.token_rows, inputs.offsets, inputs.rows, inputs.num_new, inputs.num_draft, forward.kv_lens,
+        inputs.legal, state.tokens, state.page_table, forward.input_ids, forward.positions, forward.slots, windows,
+        trees, num_nodes, num_tokens, state.page_table.shape[1], state.tokens.shape[1],
+        SINK=PADDING_PAGE, PAGE_SIZE=page_size, BLOCK=_TOKEN_BLOCK, num_warps=_TOKEN_BLOCK // 32, **early,
+    )  # fmt: skip
 
 
 def _windows(forward: ForwardInputs, state: RowTensors) -> tuple[_Windows | None, int, int]:
@@ -148,33 +107,10 @@ _VARYING = [
 
 @triton.jit(do_not_specialize=_VARYING)  # type: ignore[untyped-decorator]
 def _check_rows(  # type: ignore[no-untyped-def]
-    rows,
-    num_new,
-    num_draft,
-    samples,
-    max_len,
-    computed_len,
-    known_len,
-    page_table,
-    entry_owner,
-    page_owner,
-    legal,
-    kv_lens,
-    table,
-    windows,
-    states,
-    table_stride,
-    width,
-    num_entries,
-    num_pages,
-    capacity,
-    window,
-    num_window_pages,
-    SINK: tl.constexpr,  # noqa: N803
-    PAGE_SIZE: tl.constexpr,  # noqa: N803
-    BLOCK: tl.constexpr,  # noqa: N803
-    IS_EARLY: tl.constexpr,  # noqa: N803
-):
+    rows, num_new, num_draft, samples, max_len, computed_len, known_len, page_table, entry_owner, page_owner, legal,
+    kv_lens, table, windows, states, table_stride, width, num_entries, num_pages, capacity, window, num_window_pages,
+    SINK: tl.constexpr, PAGE_SIZE: tl.constexpr, BLOCK: tl.constexpr, IS_EARLY: tl.constexpr  # noqa: N803
+):  # fmt: skip
     """Each program checks one row and copies its tables."""
     number = tl.program_id(0).to(tl.int64)
     start_next(IS_EARLY)
@@ -212,13 +148,8 @@ def _check_rows(  # type: ignore[no-untyped-def]
 
 @triton.jit
 def _fill_states(  # type: ignore[no-untyped-def]
-    states,
-    number,
-    row,
-    is_legal,
-    start,
-    end,
-):
+    states, number, row, is_legal, start, end
+):  # fmt: skip
     """Fills what a forward reads of a row's states; an illegal one is row 0, empty."""
     tl.store(states.rows + number, tl.where(is_legal, row, 0))
     tl.store(states.starts + number, start)
@@ -230,14 +161,9 @@ def _fill_states(  # type: ignore[no-untyped-def]
 
 @triton.jit  # type: ignore[untyped-decorator]
 def _count_stale(  # type: ignore[no-untyped-def]
-    pages,
-    owners,
-    page_owner,
-    first,
-    end,
-    num_pages,
-    BLOCK: tl.constexpr,  # noqa: N803
-):
+    pages, owners, page_owner, first, end, num_pages,
+    BLOCK: tl.constexpr  # noqa: N803
+):  # fmt: skip
     """Counts the entries from ``first`` to ``end`` that are no pages, or pages of another allocation."""
     num_stale = 0
     for start in range(first, end, BLOCK):
@@ -253,14 +179,9 @@ def _count_stale(  # type: ignore[no-untyped-def]
 
 @triton.jit  # type: ignore[untyped-decorator]
 def _copy_entries(  # type: ignore[no-untyped-def]
-    pages,
-    table,
-    first,
-    num_read,
-    num_used,
-    SINK: tl.constexpr,  # noqa: N803
-    BLOCK: tl.constexpr,  # noqa: N803
-):
+    pages, table, first, num_read, num_used,
+    SINK: tl.constexpr, BLOCK: tl.constexpr  # noqa: N803
+):  # fmt: skip
     """Copies entries ``first`` to ``num_used`` of a row; the padding page stands for those from ``num_read`` on."""
     for start in range(first, num_used, BLOCK):
         entry = start + tl.arange(0, BLOCK)
@@ -270,29 +191,10 @@ def _copy_entries(  # type: ignore[no-untyped-def]
 
 @triton.jit(do_not_specialize=_VARYING)  # type: ignore[untyped-decorator]
 def _place_tokens(  # type: ignore[no-untyped-def]
-    token_rows,
-    offsets,
-    rows,
-    num_new,
-    num_draft,
-    kv_lens,
-    legal,
-    tokens,
-    page_table,
-    input_ids,
-    positions,
-    slots,
-    windows,
-    trees,
-    num_nodes,
-    num_tokens,
-    num_entries,
-    capacity,
-    SINK: tl.constexpr,  # noqa: N803
-    PAGE_SIZE: tl.constexpr,  # noqa: N803
-    BLOCK: tl.constexpr,  # noqa: N803
-    IS_EARLY: tl.constexpr,  # noqa: N803
-):
+    token_rows, offsets, rows, num_new, num_draft, kv_lens, legal, tokens, page_table, input_ids, positions, slots,
+    windows, trees, num_nodes, num_tokens, num_entries, capacity,
+    SINK: tl.constexpr, PAGE_SIZE: tl.constexpr, BLOCK: tl.constexpr, IS_EARLY: tl.constexpr  # noqa: N803
+):  # fmt: skip
     """Each program fills the inputs of a block of tokens, after ``_check_rows``."""
     token = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
     mask = token < num_tokens
@@ -320,16 +222,9 @@ def _place_tokens(  # type: ignore[no-untyped-def]
 
 @triton.jit  # type: ignore[untyped-decorator]
 def put_tokens(  # type: ignore[no-untyped-def]
-    token,
-    mask,
-    input_id,
-    position,
-    page,
-    input_ids,
-    positions,
-    slots,
-    PAGE_SIZE: tl.constexpr,  # noqa: N803
-):
+    token, mask, input_id, position, page, input_ids, positions, slots,
+    PAGE_SIZE: tl.constexpr  # noqa: N803
+):  # fmt: skip
     """Stores a block of a forward's tokens: ids, positions, and slots by their pages."""
     tl.store(input_ids + token, input_id, mask=mask)
     tl.store(positions + token, position, mask=mask)

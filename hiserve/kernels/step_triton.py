@@ -23,18 +23,9 @@ def accept(drawn: Tensor, sampling_rows: Tensor, num_draft: Tensor, state: RowTe
     num_sampling, width = drawn.shape
     counts = torch.empty(num_sampling, dtype=torch.int64, device=drawn.device)
     _count_accepted[(num_sampling,)](
-        drawn,
-        sampling_rows,
-        num_draft,
-        state.known_len,
-        state.tokens,
-        counts,
-        width,
-        state.tokens.shape[1],
-        BLOCK=triton.next_power_of_2(width),
-        num_warps=1,
-        **early_launch(drawn.device),
-    )
+        drawn, sampling_rows, num_draft, state.known_len, state.tokens, counts, width, state.tokens.shape[1],
+        BLOCK=triton.next_power_of_2(width), num_warps=1, **early_launch(drawn.device),
+    )  # fmt: skip
     return counts
 
 
@@ -44,26 +35,11 @@ def advance(inputs: StepInputs, drawn: Tensor, counts: Tensor, state: RowTensors
     num_rows, (num_sampling, width) = rows.shape[0], drawn.shape
     words = torch.empty(num_rows + num_sampling + drawn.numel(), dtype=torch.int32, device=rows.device)
     _advance_rows[(num_rows,)](
-        rows,
-        inputs.forward.kv_lens,
-        inputs.legal,
-        inputs.num_draft,
-        inputs.sampling,
-        drawn,
-        counts,
-        state.computed_len,
-        state.known_len,
-        state.tokens,
-        None if state.states is None else state.states.lens,
-        words,
-        num_sampling,
-        width,
-        state.tokens.shape[1],
-        BLOCK=triton.next_power_of_2(width),
-        SAMPLING_BLOCK=_SAMPLING_BLOCK,
-        num_warps=1,
-        **early_launch(rows.device),
-    )
+        rows, inputs.forward.kv_lens, inputs.legal, inputs.num_draft, inputs.sampling, drawn, counts,
+        state.computed_len, state.known_len, state.tokens, None if state.states is None else state.states.lens, words,
+        num_sampling, width, state.tokens.shape[1],
+        BLOCK=triton.next_power_of_2(width), SAMPLING_BLOCK=_SAMPLING_BLOCK, num_warps=1, **early_launch(rows.device),
+    )  # fmt: skip
     return words
 
 
@@ -76,17 +52,9 @@ _VARYING = [
 
 @triton.jit(do_not_specialize=_VARYING)  # type: ignore[untyped-decorator]
 def _count_accepted(  # type: ignore[no-untyped-def]
-    drawn,
-    sampling_rows,
-    num_draft,
-    known_len,
-    tokens,
-    counts,
-    width,
-    capacity,
-    BLOCK: tl.constexpr,  # noqa: N803
-    IS_EARLY: tl.constexpr,  # noqa: N803
-):
+    drawn, sampling_rows, num_draft, known_len, tokens, counts, width, capacity,
+    BLOCK: tl.constexpr, IS_EARLY: tl.constexpr  # noqa: N803
+):  # fmt: skip
     """Each program finds the first drawn token of one row that differs from its draft."""
     number = tl.program_id(0).to(tl.int64)
     start_next(IS_EARLY)
@@ -103,25 +71,10 @@ def _count_accepted(  # type: ignore[no-untyped-def]
 
 @triton.jit(do_not_specialize=_VARYING)  # type: ignore[untyped-decorator]
 def _advance_rows(  # type: ignore[no-untyped-def]
-    rows,
-    kv_lens,
-    legal,
-    num_draft,
-    sampling,
-    drawn,
-    counts,
-    computed_len,
-    known_len,
-    tokens,
-    state_lens,
-    words,
-    num_sampling,
-    width,
-    capacity,
-    BLOCK: tl.constexpr,  # noqa: N803
-    SAMPLING_BLOCK: tl.constexpr,  # noqa: N803
-    IS_EARLY: tl.constexpr,  # noqa: N803
-):
+    rows, kv_lens, legal, num_draft, sampling, drawn, counts, computed_len, known_len, tokens, state_lens, words,
+    num_sampling, width, capacity,
+    BLOCK: tl.constexpr, SAMPLING_BLOCK: tl.constexpr, IS_EARLY: tl.constexpr  # noqa: N803
+):  # fmt: skip
     """Each program advances one row; it searches the row among those that sampled."""
     number = tl.program_id(0)
     num_rows = tl.num_programs(0)

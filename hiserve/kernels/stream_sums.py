@@ -53,47 +53,20 @@ def weigh(
     num_tokens, hidden = streams.shape[0], streams.shape[2]
     block = min(blocks.columns, triton.next_power_of_2(hidden))
     _weigh[(blocks.tokens * triton.cdiv(hidden, block) + 1, triton.cdiv(num_tokens, blocks.tokens))](
-        streams,
-        sums,
-        weights.base,
-        weights.scale,
-        *outs,
-        num_tokens,
-        sums.shape[0],
-        streams.stride(0),
-        streams.stride(1),
-        *constants,
-        shape,
-        TOKENS=blocks.tokens,
-        BLOCK=block,
-        PARTS=blocks.max_parts,
-        num_warps=blocks.num_warps,
+        streams, sums, weights.base, weights.scale, *outs, num_tokens, sums.shape[0], streams.stride(0),
+        streams.stride(1), *constants, shape,
+        TOKENS=blocks.tokens, BLOCK=block, PARTS=blocks.max_parts, num_warps=blocks.num_warps,
         **early_launch(streams.device),
-    )
+    )  # fmt: skip
 
 
 @triton.jit(do_not_specialize=["num_tokens", "num_parts", "eps", "norm_eps"])  # type: ignore[untyped-decorator]
 def _weigh(  # type: ignore[no-untyped-def]
-    streams,
-    sums,
-    base,
-    scale,
-    x,
-    post,
-    matrix,
-    num_tokens,
-    num_parts,
-    token_stride,
-    stream_stride,
-    iterations,
-    eps,
+    streams, sums, base, scale, x, post, matrix, num_tokens, num_parts, token_stride, stream_stride, iterations, eps,
     norm_eps,
-    SHAPE: tl.constexpr,  # noqa: N803
-    TOKENS: tl.constexpr,  # noqa: N803
-    BLOCK: tl.constexpr,  # noqa: N803
-    PARTS: tl.constexpr,  # noqa: N803
-    IS_EARLY: tl.constexpr,  # noqa: N803
-):
+    SHAPE: tl.constexpr, TOKENS: tl.constexpr, BLOCK: tl.constexpr, PARTS: tl.constexpr,  # noqa: N803
+    IS_EARLY: tl.constexpr  # noqa: N803
+):  # fmt: skip
     """The first program of some tokens makes the weights of the output and of the streams; each other sums columns of a token."""
     count: tl.constexpr = SHAPE.num_streams
     num_blocks: tl.constexpr = (SHAPE.hidden_size + BLOCK - 1) // BLOCK

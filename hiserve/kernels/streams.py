@@ -106,20 +106,10 @@ def merge_streams(streams: Tensor, out: Tensor, post: Tensor, matrix: Tensor) ->
     assert streams.stride(2) == out.stride(1) == 1 and post.is_contiguous() and matrix.is_contiguous(), streams.stride()
     made = torch.empty(streams.shape, dtype=streams.dtype, device=streams.device)
     _merge[(num_tokens, triton.cdiv(hidden, _BLOCK_MERGED))](
-        streams,
-        out,
-        post,
-        matrix,
-        made,
-        streams.stride(0),
-        streams.stride(1),
-        out.stride(0),
-        COUNT=count,
-        HIDDEN=hidden,
-        BLOCK=min(_BLOCK_MERGED, triton.next_power_of_2(hidden)),
-        num_warps=4,
+        streams, out, post, matrix, made, streams.stride(0), streams.stride(1), out.stride(0),
+        COUNT=count, HIDDEN=hidden, BLOCK=min(_BLOCK_MERGED, triton.next_power_of_2(hidden)), num_warps=4,
         **early_launch(streams.device),
-    )
+    )  # fmt: skip
     return made
 
 
@@ -162,44 +152,20 @@ def _project_parts(
     num_parts = max(1, min(most, 2 * num_processors(device) // num_blocks))
     sums = torch.empty((num_parts, num_tokens, shape.block_outputs), dtype=torch.float32, device=device)
     _project[(num_blocks, num_parts)](
-        streams,
-        *((None,) * 4 if passed is None else passed),
-        weight,
-        sums,
-        num_tokens,
-        streams.stride(0),
-        streams.stride(1),
-        0 if passed is None else passed.out.stride(0),
-        shape,
-        COUNT=shape.num_streams,
-        TOKENS=blocks.tokens,
-        BLOCK=blocks.columns,
-        num_warps=blocks.num_warps,
-        num_stages=blocks.num_stages,
-        **early_launch(device),
-    )
+        streams, *((None,) * 4 if passed is None else passed), weight, sums, num_tokens, streams.stride(0),
+        streams.stride(1), 0 if passed is None else passed.out.stride(0), shape,
+        COUNT=shape.num_streams, TOKENS=blocks.tokens, BLOCK=blocks.columns, num_warps=blocks.num_warps,
+        num_stages=blocks.num_stages, **early_launch(device),
+    )  # fmt: skip
     return sums
 
 
 @triton.jit(do_not_specialize=["num_tokens"])  # type: ignore[untyped-decorator]
 def _project(  # type: ignore[no-untyped-def]
-    streams,
-    out,
-    post,
-    matrix,
-    made,
-    weight,
-    sums,
-    num_tokens,
-    token_stride,
-    stream_stride,
-    out_stride,
-    SHAPE: tl.constexpr,  # noqa: N803
-    COUNT: tl.constexpr,  # noqa: N803
-    TOKENS: tl.constexpr,  # noqa: N803
-    BLOCK: tl.constexpr,  # noqa: N803
-    IS_EARLY: tl.constexpr,  # noqa: N803
-):
+    streams, out, post, matrix, made, weight, sums, num_tokens, token_stride, stream_stride, out_stride,
+    SHAPE: tl.constexpr, COUNT: tl.constexpr, TOKENS: tl.constexpr, BLOCK: tl.constexpr,  # noqa: N803
+    IS_EARLY: tl.constexpr  # noqa: N803
+):  # fmt: skip
     """Each program computes one part of the sums of some tokens: outputs, and squares in the column behind them.
 
     With the output of a block it first makes the streams behind the block, and stores them.
@@ -271,19 +237,9 @@ def _product(value, factor, total):  # type: ignore[no-untyped-def]
 
 @triton.jit  # type: ignore[untyped-decorator]
 def _merge(  # type: ignore[no-untyped-def]
-    streams,
-    out,
-    post,
-    matrix,
-    made,
-    token_stride,
-    stream_stride,
-    out_stride,
-    COUNT: tl.constexpr,  # noqa: N803
-    HIDDEN: tl.constexpr,  # noqa: N803
-    BLOCK: tl.constexpr,  # noqa: N803
-    IS_EARLY: tl.constexpr,  # noqa: N803
-):
+    streams, out, post, matrix, made, token_stride, stream_stride, out_stride,
+    COUNT: tl.constexpr, HIDDEN: tl.constexpr, BLOCK: tl.constexpr, IS_EARLY: tl.constexpr  # noqa: N803
+):  # fmt: skip
     """Each program computes some columns of a token's new streams."""
     start_next(IS_EARLY)
     await_previous(IS_EARLY)

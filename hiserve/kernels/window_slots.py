@@ -17,36 +17,18 @@ def slots_behind_first(source: RangeRows, kv_lens: Tensor, qo_indptr: Tensor) ->
     num_tokens, width = source.token_rows.shape[0], source.width
     slots = torch.empty((num_tokens, width), dtype=torch.int64, device=kv_lens.device)
     _list_slots[(num_tokens,)](
-        source.token_rows,
-        kv_lens,
-        qo_indptr,
-        source.table,
-        slots,
-        source.table.stride(0),
-        width,
-        WINDOW=source.window,
-        PAGE_ROWS=source.page_rows,
-        BLOCK=triton.next_power_of_2(source.window),
-        num_warps=1,
+        source.token_rows, kv_lens, qo_indptr, source.table, slots, source.table.stride(0), width,
+        WINDOW=source.window, PAGE_ROWS=source.page_rows, BLOCK=triton.next_power_of_2(source.window), num_warps=1,
         **early_launch(kv_lens.device),
-    )
+    )  # fmt: skip
     return slots
 
 
 @triton.jit(do_not_specialize=["table_stride", "width"])  # type: ignore[untyped-decorator]
 def _list_slots(  # type: ignore[no-untyped-def]
-    token_rows,
-    kv_lens,
-    qo_indptr,
-    table,
-    slots,
-    table_stride,
-    width,
-    WINDOW: tl.constexpr,  # noqa: N803
-    PAGE_ROWS: tl.constexpr,  # noqa: N803
-    BLOCK: tl.constexpr,  # noqa: N803
-    IS_EARLY: tl.constexpr,  # noqa: N803
-):
+    token_rows, kv_lens, qo_indptr, table, slots, table_stride, width,
+    WINDOW: tl.constexpr, PAGE_ROWS: tl.constexpr, BLOCK: tl.constexpr, IS_EARLY: tl.constexpr  # noqa: N803
+):  # fmt: skip
     """Each program lists those of one token."""
     token, place = tl.program_id(0).to(tl.int64), tl.arange(0, BLOCK)
     start_next(IS_EARLY)
