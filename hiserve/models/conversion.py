@@ -2,16 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 
 import torch
 from torch import Tensor
 
 from hiserve.models.checkpoint import StoredTensor
 from hiserve.models.names import MXFP4_GROUP, Form, TensorSource
-from hiserve.models.reading import TORCH_DTYPES, plan_chunks, read_chunks
+from hiserve.models.staging import stage
 
-MAX_STAGED_BYTES = 2 << 30  # of stored tensors that are on the device at once, if one parameter does not need more
 _FP4 = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0, -0.0, -0.5, -1.0, -1.5, -2.0, -3.0, -4.0, -6.0)
 _SCALE_BIAS = 127
 _NO_SCALE = 255  # stands for NaN
@@ -20,11 +19,7 @@ Table = Mapping[str, tuple[TensorSource, ...]]
 
 
 def read_converted(
-    held: Mapping[str, StoredTensor],
-    table: Table,
-    parameters: Mapping[str, Tensor],
-    device: torch.device,
-    staged_bytes: int = MAX_STAGED_BYTES,
+    held: Mapping[str, StoredTensor], table: Table, parameters: Mapping[str, Tensor], device: torch.device
 ) -> None:
     """Fills every parameter of a table whose tensors are converted; arguments as for ``weights.read_parameters``.
 
@@ -32,36 +27,13 @@ def read_converted(
         OSError: A file cannot be read; ``EOFError``: it is shorter than it was.
     """
     converted = {name: pieces for name, pieces in table.items() if pieces[0].is_converted}
-    if not converted:
-        return
+    wanted = {name: {piece.source: held[piece.source] for piece in pieces} for name, pieces in converted.items()}
     pairs = None  # of the packed ones
-    for names in _groups(held, converted, staged_bytes):
-        staged = {
-            piece.source: torch.empty(piece.shape, dtype=TORCH_DTYPES[held[piece.source].dtype], device=device)
-            for name in names
-            for piece in converted[name]
-        }
-        read_chunks(plan_chunks([(held[source], tensor) for source, tensor in staged.items()]), device)
-        for name in names:
-            first, *others = converted[name]
-            parts = [staged[piece.source] for piece in (first, *others)]
-            if first.form is Form.MXFP4 and pairs is None:
-                pairs = mxfp4_pairs(parameters[name].dtype).to(device)
-            _convert(first, parts, parameters[name], pairs)
-
-
-def _groups(held: Mapping[str, StoredTensor], table: Table, staged_bytes: int) -> Iterator[list[str]]:
-    """Yields names of parameters that are staged together, in the order of the table."""
-    names: list[str] = []
-    total = 0
-    for name, pieces in table.items():
-        num_bytes = sum(TORCH_DTYPES[held[piece.source].dtype].itemsize * piece.num_elements for piece in pieces)
-        if names and total + num_bytes > staged_bytes:
-            yield names
-            names, total = [], 0
-        names.append(name)
-        total += num_bytes
-    yield names
+    for name, staged in stage(wanted, device):
+        first = converted[name][0]
+        if first.form is Form.MXFP4 and pairs is None:
+            pairs = mxfp4_pairs(parameters[name].dtype).to(device)
+        _convert(first, list(staged.values()), parameters[name], pairs)
 
 
 def _convert(first: TensorSource, parts: Sequence[Tensor], parameter: Tensor, pairs: Tensor | None) -> None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 
 import torch
@@ -13,12 +13,12 @@ from hiserve.errors import ModelError
 from hiserve.kernels.packed_weights import LARGEST_SCALE, PackedWeights, pack_words, packed_size
 from hiserve.models.block_scales import FP8, SCALE_SUFFIX
 from hiserve.models.checkpoint import StoredTensor
-from hiserve.models.conversion import MAX_STAGED_BYTES
 from hiserve.models.experts_config import packed_specs
 from hiserve.models.model_config import ModelConfig
 from hiserve.models.names import Form, TensorSource, parameter_shape
 from hiserve.models.packed_rows import FP4
-from hiserve.models.reading import TORCH_DTYPES, plan_chunks, read_chunks
+from hiserve.models.reading import plan_chunks, read_chunks
+from hiserve.models.staging import stage
 
 _DRAWN_SCALE = 0x78787878  # four exponents of 2**-7: numbers of random codes have a standard deviation of 0.02 then
 _DRAWN_FACTOR = 0.02
@@ -98,7 +98,6 @@ def read_packed_experts(
     device: torch.device,
     *,
     param: str,
-    staged_bytes: int = MAX_STAGED_BYTES,
 ) -> dict[str, PackedWeights]:
     """Reads parameters that stay packed; those in 8 bits as they are, those in 4 bits by a copy that is reordered.
 
@@ -107,7 +106,6 @@ def read_packed_experts(
         packed: The parameters.
         device: Of the weights.
         param: The setting that names the checkpoint.
-        staged_bytes: Of stored tensors that are on the device at once, if one parameter does not need more.
 
     Raises:
         ModelError: A scale makes no sense.
@@ -126,15 +124,9 @@ def read_packed_experts(
     read_chunks(plan_chunks(targets), device)
     _check_factors({each.pieces[0].source: made[name].scales for name, each in eights.items()}, param)
     fours = {name: each.pieces for name, each in packed.items() if each.kind == "e2m1"}
-    for names in _groups(held, fours, staged_bytes):
-        sources = [source for name in names for source in _stored_names(fours[name])]
-        staged = {
-            source: torch.empty(held[source].shape, dtype=TORCH_DTYPES[held[source].dtype], device=device)
-            for source in sources
-        }
-        read_chunks(plan_chunks([(held[source], tensor) for source, tensor in staged.items()]), device)
-        for name in names:
-            _pack(fours[name], staged, made[name], param)
+    wanted = {name: {source: held[source] for source in _stored_names(pieces)} for name, pieces in fours.items()}
+    for name, staged in stage(wanted, device):
+        _pack(fours[name], staged, made[name], param)
     return made
 
 
@@ -151,23 +143,6 @@ def _allocate(parameter: PackedParameter, device: torch.device) -> PackedWeights
     blocks = -(-rows // parameter.num_parts // BLOCK), -(-columns // BLOCK)
     codes = torch.empty(*matrices, rows, columns, dtype=torch.uint8, device=device)
     return PackedWeights(codes, torch.empty(*matrices, parameter.num_parts, *blocks, device=device), columns)
-
-
-def _groups(
-    held: Mapping[str, StoredTensor], table: Mapping[str, tuple[TensorSource, ...]], staged_bytes: int
-) -> Iterator[list[str]]:
-    """Yields names of parameters that are staged together, in the order of the table."""
-    names: list[str] = []
-    total = 0
-    for name, pieces in table.items():
-        num_bytes = sum(torch.Size(held[source].shape).numel() for source in _stored_names(pieces))
-        if names and total + num_bytes > staged_bytes:
-            yield names
-            names, total = [], 0
-        names.append(name)
-        total += num_bytes
-    if names:
-        yield names
 
 
 def _stored_names(pieces: tuple[TensorSource, ...]) -> list[str]:

@@ -12,11 +12,10 @@ from hiserve.errors import ModelError
 from hiserve.kernels.quantized import QuantizedWeight, dequantize, join_halves, pack_codes, quantize
 from hiserve.models.block_scales import SCALE_SUFFIX, check_values
 from hiserve.models.checkpoint import StoredTensor
-from hiserve.models.conversion import MAX_STAGED_BYTES
 from hiserve.models.four_bits import FourBits, Parts, packed_weights, unpack_weight
 from hiserve.models.names import TensorSource
 from hiserve.models.quantize import MADE
-from hiserve.models.reading import TORCH_DTYPES, plan_chunks, read_chunks
+from hiserve.models.staging import stage
 
 Kept = Mapping[str, tuple[tuple[TensorSource, ...], QuantSpec]]
 _NAN = 127  # code of E4M3, but for the sign
@@ -30,7 +29,6 @@ def read_kept(
     device: torch.device,
     *,
     param: str,
-    staged_bytes: int = MAX_STAGED_BYTES,
 ) -> dict[str, QuantizedWeight]:
     """Reads parameters that stay quantized.
 
@@ -40,7 +38,6 @@ def read_kept(
         quantization: Of the model.
         device: Of the weights.
         param: The setting that names the checkpoint.
-        staged_bytes: Of stored tensors that are on the device at once, if one parameter does not need more.
 
     Raises:
         ModelError: Scales or groups make no sense.
@@ -50,7 +47,7 @@ def read_kept(
     for name, (pieces, _) in kept.items():
         wanted[name] = {each.source: _parts(held, packed, each.source, quantization) for each in pieces}
     made = {}
-    for name, staged in _stage(wanted, device, staged_bytes):
+    for name, staged in _stage(wanted, device):
         spec = kept[name][1]
         if quantization.method == MADE:
             _refuse_infinite(staged, param)
@@ -70,14 +67,13 @@ def spell_out(
     device: torch.device,
     *,
     param: str,
-    staged_bytes: int = MAX_STAGED_BYTES,
 ) -> None:
     """Reads weights in 4 bits into parts of parameters of a floating type; other arguments as for ``read_kept``."""
     packed, spec = packed_weights(held, quantization), quantization.linears
     assert spec is not None or not targets
     parts_of = dict(targets)
     wanted = {source: {source: packed[source]} for source in parts_of}
-    for source, staged in _stage(wanted, device, staged_bytes):
+    for source, staged in _stage(wanted, device):
         assert spec is not None
         one = {source: _unpacked(staged[source], source, quantization, param)}
         parts_of[source].copy_(dequantize(_join_four_bits(one, spec, param), parts_of[source].dtype))
@@ -93,41 +89,17 @@ def _parts(
     return {"codes": held[source], "scales": held[source + SCALE_SUFFIX]}
 
 
-def _stage(
-    wanted: Mapping[str, Mapping[str, Parts]], device: torch.device, staged_bytes: int
-) -> Iterator[tuple[str, _Staged]]:
-    """Yields each parameter with its tensors as they are stored, on the device; several are read at once."""
-    names: list[str] = []
-    total = 0
-    sizes = {name: sum(_num_bytes(parts) for parts in sources.values()) for name, sources in wanted.items()}
-    for name in wanted:
-        if names and total + sizes[name] > staged_bytes:
-            yield from _read({each: wanted[each] for each in names}, device).items()
-            names, total = [], 0
-        names.append(name)
-        total += sizes[name]
-    yield from _read({each: wanted[each] for each in names}, device).items()
-
-
-def _num_bytes(parts: Parts) -> int:
-    return sum(TORCH_DTYPES[each.dtype].itemsize * torch.Size(each.shape).numel() for each in parts.values())
-
-
-def _read(wanted: Mapping[str, Mapping[str, Parts]], device: torch.device) -> dict[str, _Staged]:
-    staged, targets = {}, []
-    for name, sources in wanted.items():
-        staged[name] = {
-            source: {
-                part: torch.empty(tensor.shape, dtype=TORCH_DTYPES[tensor.dtype], device=device)
-                for part, tensor in parts.items()
-            }
-            for source, parts in sources.items()
-        }
-        targets += [
-            (tensor, staged[name][source][part]) for source, parts in sources.items() for part, tensor in parts.items()
-        ]
-    read_chunks(plan_chunks(targets), device)
-    return staged
+def _stage(wanted: Mapping[str, Mapping[str, Parts]], device: torch.device) -> Iterator[tuple[str, _Staged]]:
+    """Yields each parameter with the parts of its tensors as they are stored, on the device."""
+    parts_of = {
+        name: {(source, part): tensor for source, parts in sources.items() for part, tensor in parts.items()}
+        for name, sources in wanted.items()
+    }
+    for name, tensors in stage(parts_of, device):
+        staged: _Staged = {}
+        for (source, part), tensor in tensors.items():
+            staged.setdefault(source, {})[part] = tensor
+        yield name, staged
 
 
 def _unpacked(parts: Mapping[str, Tensor], source: str, quantization: Quantization, param: str) -> FourBits:

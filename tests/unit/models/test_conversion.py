@@ -15,7 +15,7 @@ from transformers.integrations.mxfp4 import convert_moe_packed_tensors
 
 from hiserve.core.activation import Activation
 from hiserve.errors import ModelError
-from hiserve.models import conversion
+from hiserve.models import conversion, staging
 from hiserve.models.conversion import mxfp4_pairs, unpack_mxfp4
 from hiserve.models.model_config import read_model_config
 from hiserve.models.weights import held_tensors, load_parameters
@@ -77,14 +77,15 @@ def test_little_memory_for_stored_tensors_changes_nothing(tmp_path: Path, monkey
     config = read_model_config(place)
     expected = load_parameters(place, config, torch.float32, CPU, "auto")
     reads = []
-    read = conversion.read_chunks
-    monkeypatch.setattr(conversion, "read_chunks", lambda *given: (reads.append(1), read(*given)))
+    read = staging.read_chunks
+    monkeypatch.setattr(staging, "read_chunks", lambda *given: (reads.append(1), read(*given)))
+    monkeypatch.setattr(staging, "MAX_STAGED_BYTES", 1)
     held = held_tensors(place, param="model")
     from hiserve.models.names import ExpertNaming, parameter_table
 
     table = parameter_table(config, ExpertNaming.TRANSPOSED)
     found = {name: torch.full_like(tensor, torch.nan) for name, tensor in expected.items()}
-    conversion.read_converted(held, table, found, CPU, staged_bytes=1)
+    conversion.read_converted(held, table, found, CPU)
     assert len(reads) == 9  # both matrices of each layer, and the bias that is interleaved
     assert all(torch.equal(found[name], expected[name]) for name in table if table[name][0].is_converted)
 

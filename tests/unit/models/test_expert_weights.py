@@ -13,7 +13,7 @@ from safetensors.torch import load_file, save_file
 from hiserve.core.packed_experts import unpacks_in_tiles
 from hiserve.errors import ModelError
 from hiserve.kernels.packed_weights import PackedWeights
-from hiserve.models import expert_weights
+from hiserve.models import expert_weights, staging
 from hiserve.models.compressed_names import table_of
 from hiserve.models.model_config import read_model_config
 from hiserve.models.weights import load_parameters
@@ -71,7 +71,7 @@ def test_packed_parameters_stand_for_those_that_are_unpacked(
 ) -> None:
     folder = folders[name]
     found = load(folder)
-    monkeypatch.setattr(expert_weights.read_packed_experts, "__kwdefaults__", {"staged_bytes": 1})
+    monkeypatch.setattr(staging, "MAX_STAGED_BYTES", 1)
     again = load(folder)
     monkeypatch.setattr(expert_weights, "unpacks_in_tiles", unpacks_in_tiles)
     expected = load(folder)

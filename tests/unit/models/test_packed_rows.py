@@ -12,7 +12,7 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from hiserve.errors import ModelError
-from hiserve.models import packed_rows
+from hiserve.models import staging
 from hiserve.models.model_config import read_model_config
 from hiserve.models.weights import load_parameters
 from tests.helpers.packed_models import save_released
@@ -39,7 +39,7 @@ def load(folder: Path, dtype: torch.dtype) -> dict[str, Tensor]:
 
 def test_what_was_packed_is_what_it_stands_for(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     for staged_bytes in (1, 1 << 30):
-        monkeypatch.setattr(packed_rows.read_packed, "__defaults__", (staged_bytes,))
+        monkeypatch.setattr(staging, "MAX_STAGED_BYTES", staged_bytes)
         for dtype in (torch.float32, torch.bfloat16, torch.float64):
             ours, theirs = load(folder, dtype), load(folder / "plain", dtype)
             assert ours.keys() == theirs.keys()

@@ -17,7 +17,7 @@ from hiserve.core.quantization import QuantSpec
 from hiserve.core.resolve import resolve
 from hiserve.errors import ConfigError, ModelError
 from hiserve.kernels.quantized import QuantizedWeight, dequantize, quantize
-from hiserve.models import quantized_weights
+from hiserve.models import staging
 from hiserve.models.builtin_shapes import read_model
 from hiserve.models.cache_digests import shape_digest
 from hiserve.models.compressed_names import table_of
@@ -46,7 +46,7 @@ def load(folder: Path, dtype: torch.dtype = torch.float64, load_format: str = "a
 def test_every_value_of_a_format_is_read(tmp_path: Path, name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     wide = {"hidden_size": 128} if FORMATS[name].bits == 8 else {}  # halves of 128 columns are interleaved
     plain = quantize_checkpoint(save_llama(tmp_path, num_hidden_layers=2, **wide), name)
-    monkeypatch.setitem(quantized_weights.read_kept.__kwdefaults__, "staged_bytes", 20_000)  # one, or some
+    monkeypatch.setattr(staging, "MAX_STAGED_BYTES", 20_000)  # one, or some
     found = load(tmp_path)
     for layer in range(2):
         for ours, (block, names) in KEPT.items():
