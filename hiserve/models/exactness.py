@@ -2,33 +2,12 @@
 
 from __future__ import annotations
 
-from typing import Protocol
+from hiserve.models.model_config import ModelConfig
 
 ROW_ELEMENTS = 8  # of which rows of projections are a multiple: the copy engine loads 16 bytes
 
 
-class _Model(Protocol):
-    """What is read of a model's configuration."""
-
-    @property
-    def hidden_size(self) -> int: ...
-    @property
-    def intermediate_size(self) -> int: ...
-    @property
-    def num_heads(self) -> int: ...
-    @property
-    def head_dim(self) -> int: ...
-    @property
-    def latent(self) -> object | None: ...
-    @property
-    def compressed(self) -> object | None: ...
-    @property
-    def delta(self) -> object | None: ...
-    @property
-    def quantization(self) -> object | None: ...
-
-
-def inexact_part(model: _Model) -> str | None:
+def inexact_part(model: ModelConfig) -> str | None:
     """Returns what a model has that has no sums in one order (``--exact``), in words; None without."""
     sizes = model.hidden_size, model.intermediate_size, model.num_heads * model.head_dim
     parts = {

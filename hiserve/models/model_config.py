@@ -32,9 +32,8 @@ from hiserve.models.experts_config import ExpertsConfig, packed_size, read_exper
 from hiserve.models.family import FAMILIES, Family
 from hiserve.models.generation_config import GenerationConfig, SamplingDefaults, as_ids, read_generation
 from hiserve.models.index_config import IndexConfig, read_index
-from hiserve.models.kv_scheme import asks_for_packed
 from hiserve.models.latent_config import LatentConfig, read_latent
-from hiserve.models.quantize import read_quantization
+from hiserve.models.quantize import asks_for_packed, read_quantization
 from hiserve.models.refusals import read_activation, read_architecture, refuse_nonsense, refuse_unsupported
 from hiserve.models.rope import RopeConfig, read_local_rope, read_rope, stretched_context
 

@@ -179,3 +179,17 @@ def spec_for(spec: QuantSpec, columns: int) -> QuantSpec | None:
         return spec
     group = next((each for each in GROUPS if columns % each == 0), None)
     return None if group is None else msgspec.structs.replace(spec, group=(1, group))
+
+
+def asks_for_packed(given: Any) -> bool:
+    """Whether a checkpoint was made for keys and values in E4M3; ``given`` is its ``quantization_config``.
+
+    ``kv_cache_scheme`` is of compressed-tensors and ModelOpt, ``kv_cache_quant_algo`` of ModelOpt. Their scales, one of all
+    tokens, are not read: each token has its own. Other schemes are no reason to round, as wider numbers lose nothing.
+    """
+    if not isinstance(given, dict):
+        return False
+    scheme, algorithm = given.get("kv_cache_scheme"), given.get("kv_cache_quant_algo")
+    if isinstance(algorithm, str):
+        return algorithm.upper() == "FP8"
+    return isinstance(scheme, dict) and scheme.get("num_bits") == 8 and scheme.get("type") == "float"
