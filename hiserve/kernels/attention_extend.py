@@ -346,9 +346,7 @@ def _sees(key, is_key, prefix, position, window, seen, shape: tl.constexpr):  # 
 @triton.jit(  # type: ignore[untyped-decorator]
     do_not_specialize=["num_rows", "num_parts", "num_cells"], do_not_specialize_on_alignment=["qo_indptr"]
 )
-def _join(  # type: ignore[no-untyped-def]
-    parts, results, qo_indptr, num_rows, num_parts, num_cells, NUM_JOINED: tl.constexpr, shape: tl.constexpr  # noqa: N803
-):  # fmt: skip
+def _join(parts, results, qo_indptr, num_rows, num_parts, num_cells, NUM_JOINED: tl.constexpr, shape: tl.constexpr):  # type: ignore[no-untyped-def]  # noqa: N803
     """One program: some heads of the rows' tokens, from all parts."""
     num_heads: tl.constexpr = shape.num_kv_heads * shape.group
     block_dim: tl.constexpr = shape.block_dim

@@ -46,10 +46,7 @@ def copy_input(new, old, gate, target, is_new, is_old, SIZES: tl.constexpr, BLOC
 
 
 @triton.jit  # type: ignore[untyped-decorator]
-def store_inputs(  # type: ignore[no-untyped-def]
-    ring, row, snap_ring, slot, boundary, given, start, end,
-    SIZES: tl.constexpr, BLOCK: tl.constexpr  # noqa: N803
-):  # fmt: skip
+def store_inputs(ring, row, snap_ring, slot, boundary, given, start, end, SIZES: tl.constexpr, BLOCK: tl.constexpr):  # type: ignore[no-untyped-def]  # noqa: N803
     """Writes the program's channels of the inputs before a boundary into a snapshot, then the row's newest into its ring.
 
     The latter overwrite what the former read. ``given`` has new inputs and gates, their strides, and where position 0 lies before

@@ -148,10 +148,7 @@ def _draft_inputs(  # type: ignore[no-untyped-def]
 
 
 @triton.jit  # type: ignore[untyped-decorator]
-def _own_page(  # type: ignore[no-untyped-def]
-    page_table, entry_owner, page_owner, flat, mask, num_pages,
-    SINK: tl.constexpr  # noqa: N803
-):  # fmt: skip
+def _own_page(page_table, entry_owner, page_owner, flat, mask, num_pages, SINK: tl.constexpr):  # type: ignore[no-untyped-def]  # noqa: N803
     """The pages of some entries; the padding page instead of those that do not, or no longer, belong to the row."""
     page = tl.load(page_table + flat, mask=mask, other=SINK)
     is_own = mask & (page >= 0) & (page < num_pages)

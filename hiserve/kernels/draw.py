@@ -155,10 +155,7 @@ def _find_drawn(  # type: ignore[no-untyped-def]
 
 
 @triton.jit(do_not_specialize=["num_parts"])  # type: ignore[untyped-decorator]
-def _join_parts(  # type: ignore[no-untyped-def]
-    values, entries, tokens, num_parts,
-    MAX_PARTS: tl.constexpr, IS_EARLY: tl.constexpr  # noqa: N803
-):  # fmt: skip
+def _join_parts(values, entries, tokens, num_parts, MAX_PARTS: tl.constexpr, IS_EARLY: tl.constexpr):  # type: ignore[no-untyped-def]  # noqa: N803
     """Each program finds the best part of one row."""
     row = tl.program_id(0).to(tl.int64)
     part = tl.arange(0, MAX_PARTS)

@@ -196,10 +196,7 @@ def _group(chosen: Tensor, num_experts: int, num_pairs: int) -> tuple[Tensor, Te
 
 
 @triton.jit(do_not_specialize=["num_chosen", "num_pairs", "num_experts"])  # type: ignore[untyped-decorator]
-def _group_kernel(  # type: ignore[no-untyped-def]
-    chosen, order, ends, num_chosen, num_pairs, num_experts,
-    BLOCK: tl.constexpr, IS_EARLY: tl.constexpr  # noqa: N803
-):  # fmt: skip
+def _group_kernel(chosen, order, ends, num_chosen, num_pairs, num_experts, BLOCK: tl.constexpr, IS_EARLY: tl.constexpr):  # type: ignore[no-untyped-def]  # noqa: N803
     """Each program finds the pairs of one expert."""
     expert = tl.program_id(0)
     start_next(IS_EARLY)

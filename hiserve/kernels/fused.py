@@ -18,7 +18,6 @@ from hiserve.kernels.delta_triton import delta as delta
 from hiserve.kernels.experts import mix_experts as mix_experts
 from hiserve.kernels.experts import route as route
 from hiserve.kernels.gated_norm_triton import gated_rms_norm as gated_rms_norm
-from hiserve.kernels.group_route import route_in_groups as route_in_groups
 from hiserve.kernels.index_store import rotate_first as rotate_first
 from hiserve.kernels.index_store import store_index_keys as store_index_keys
 from hiserve.kernels.latent_store import store_latents as store_latents
@@ -29,6 +28,7 @@ from hiserve.kernels.quantized import QuantizedWeight
 from hiserve.kernels.quantized_linear import quantized_linear as quantized_linear
 from hiserve.kernels.quantized_linear import quantized_parts as quantized_parts
 from hiserve.kernels.reference import sigmoid as sigmoid
+from hiserve.kernels.routing_triton import route_in_groups as route_in_groups
 from hiserve.kernels.row_codec_triton import store_halves
 from hiserve.kernels.skinny_linear import linear as linear
 from hiserve.kernels.skinny_linear import linear_parts as linear_parts

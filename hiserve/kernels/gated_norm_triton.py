@@ -1,4 +1,4 @@
-"""Norms with a gate in one launch of Triton; ``kernels.gated_norm`` is the twin."""
+"""Norms with a gate in one launch of Triton; ``kernels.norms`` is the twin."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ _ELEMENTS_PER_WARP = 512
 
 
 def gated_rms_norm(x: Tensor, gate: Tensor, weight: Tensor, eps: float) -> Tensor:
-    """Like ``gated_norm.gated_rms_norm``, for a contiguous ``x``; the elements of a head of ``gate`` lie together."""
+    """Like ``norms.gated_rms_norm``, for a contiguous ``x``; the elements of a head of ``gate`` lie together."""
     assert x.is_contiguous() and gate.stride(2) == 1 == weight.stride(0), f"elements {gate.stride()} apart"
     assert weight.dtype == x.dtype, f"a weight of {weight.dtype}, heads of {x.dtype}"
     num_tokens, num_heads, size = x.shape

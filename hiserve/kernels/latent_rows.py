@@ -94,10 +94,7 @@ def _widen(pairs, low, high, DTYPE: tl.constexpr, HAS_INSTRUCTIONS: tl.constexpr
 
 
 @triton.jit  # type: ignore[untyped-decorator]
-def store_latent(  # type: ignore[no-untyped-def]
-    latent, pool, slot, slot_stride,
-    RANK: tl.constexpr, ROPE_DIM: tl.constexpr, PAGE_ROWS: tl.constexpr  # noqa: N803
-):  # fmt: skip
+def store_latent(latent, pool, slot, slot_stride, RANK: tl.constexpr, ROPE_DIM: tl.constexpr, PAGE_ROWS: tl.constexpr):  # type: ignore[no-untyped-def]  # noqa: N803
     """Stores a latent in a slot: as it is, or packed.
 
     Returns:

@@ -10,10 +10,10 @@ from hiserve.core.activation import GELU_TANH, SILU, Activation
 from hiserve.core.forward import LayerKV
 from hiserve.core.row_shapes import PackedPages
 from hiserve.kernels.delta import delta as delta
-from hiserve.kernels.gated_norm import gated_rms_norm as gated_rms_norm
 from hiserve.kernels.index_rows import rotate_first as rotate_first
 from hiserve.kernels.index_rows import store_index_keys as store_index_keys
 from hiserve.kernels.norms import add_rms_norm as add_rms_norm
+from hiserve.kernels.norms import gated_rms_norm as gated_rms_norm
 from hiserve.kernels.norms import norm_inputs as norm_inputs
 from hiserve.kernels.norms import rms_norm as rms_norm
 from hiserve.kernels.packed_weights import Weights, plain

@@ -62,10 +62,7 @@ def power_of_2(exponent):  # type: ignore[no-untyped-def]
 
 
 @triton.jit  # type: ignore[untyped-decorator]
-def store_halves(  # type: ignore[no-untyped-def]
-    one, other, pool, scales, slot, place, half, head, which, mask,
-    NUM_HEADS: tl.constexpr  # noqa: N803
-):  # fmt: skip
+def store_halves(one, other, pool, scales, slot, place, half, head, which, mask, NUM_HEADS: tl.constexpr):  # type: ignore[no-untyped-def]  # noqa: N803
     """Stores heads of keys or values: as they are, or in 8 bits, each with a power of 2 as its scale (``row_codecs.store_heads``).
 
     Args:
@@ -123,10 +120,7 @@ def places_of(pool, slot, WIDTH: tl.constexpr, TILE: tl.constexpr, PAGE_ROWS: tl
 
 
 @triton.jit  # type: ignore[untyped-decorator]
-def store_row(  # type: ignore[no-untyped-def]
-    row, pool, slot, slot_stride,
-    WIDTH: tl.constexpr, TILE: tl.constexpr, PAGE_ROWS: tl.constexpr  # noqa: N803
-):  # fmt: skip
+def store_row(row, pool, slot, slot_stride, WIDTH: tl.constexpr, TILE: tl.constexpr, PAGE_ROWS: tl.constexpr):  # type: ignore[no-untyped-def]  # noqa: N803
     """Stores a row, float32 ``[WIDTH]``, in a slot."""
     if TILE == 0:
         tl.store(pool + slot * slot_stride + tl.arange(0, WIDTH), row.to(pool.dtype.element_ty))
@@ -198,10 +192,7 @@ def load_rows(place, scale, is_there, DTYPE: tl.constexpr, WIDTH: tl.constexpr, 
 
 
 @triton.jit  # type: ignore[untyped-decorator]
-def load_keys(  # type: ignore[no-untyped-def]
-    pool, slot, is_there,
-    DTYPE: tl.constexpr, WIDTH: tl.constexpr, PAGE_ROWS: tl.constexpr  # noqa: N803
-):  # fmt: skip
+def load_keys(pool, slot, is_there, DTYPE: tl.constexpr, WIDTH: tl.constexpr, PAGE_ROWS: tl.constexpr):  # type: ignore[no-untyped-def]  # noqa: N803
     """Returns the keys of an index of slots ``[K]`` as ``load_rows``, and factors ``[K]`` of their products, above 0."""
     place, scale = places_of(pool, slot, WIDTH, WIDTH, PAGE_ROWS)
     small = tl.load(place[:, None] + tl.arange(0, WIDTH)[None, :], mask=is_there[:, None], other=0)

@@ -147,9 +147,7 @@ def _check_rows(  # type: ignore[no-untyped-def]
 
 
 @triton.jit
-def _fill_states(  # type: ignore[no-untyped-def]
-    states, number, row, is_legal, start, end
-):  # fmt: skip
+def _fill_states(states, number, row, is_legal, start, end):  # type: ignore[no-untyped-def]
     """Fills what a forward reads of a row's states; an illegal one is row 0, empty."""
     tl.store(states.rows + number, tl.where(is_legal, row, 0))
     tl.store(states.starts + number, start)
@@ -160,10 +158,7 @@ def _fill_states(  # type: ignore[no-untyped-def]
 
 
 @triton.jit  # type: ignore[untyped-decorator]
-def _count_stale(  # type: ignore[no-untyped-def]
-    pages, owners, page_owner, first, end, num_pages,
-    BLOCK: tl.constexpr  # noqa: N803
-):  # fmt: skip
+def _count_stale(pages, owners, page_owner, first, end, num_pages, BLOCK: tl.constexpr):  # type: ignore[no-untyped-def]  # noqa: N803
     """Counts the entries from ``first`` to ``end`` that are no pages, or pages of another allocation."""
     num_stale = 0
     for start in range(first, end, BLOCK):
@@ -178,10 +173,7 @@ def _count_stale(  # type: ignore[no-untyped-def]
 
 
 @triton.jit  # type: ignore[untyped-decorator]
-def _copy_entries(  # type: ignore[no-untyped-def]
-    pages, table, first, num_read, num_used,
-    SINK: tl.constexpr, BLOCK: tl.constexpr  # noqa: N803
-):  # fmt: skip
+def _copy_entries(pages, table, first, num_read, num_used, SINK: tl.constexpr, BLOCK: tl.constexpr):  # type: ignore[no-untyped-def]  # noqa: N803
     """Copies entries ``first`` to ``num_used`` of a row; the padding page stands for those from ``num_read`` on."""
     for start in range(first, num_used, BLOCK):
         entry = start + tl.arange(0, BLOCK)
@@ -221,10 +213,7 @@ def _place_tokens(  # type: ignore[no-untyped-def]
 
 
 @triton.jit  # type: ignore[untyped-decorator]
-def put_tokens(  # type: ignore[no-untyped-def]
-    token, mask, input_id, position, page, input_ids, positions, slots,
-    PAGE_SIZE: tl.constexpr  # noqa: N803
-):  # fmt: skip
+def put_tokens(token, mask, input_id, position, page, input_ids, positions, slots, PAGE_SIZE: tl.constexpr):  # type: ignore[no-untyped-def]  # noqa: N803
     """Stores a block of a forward's tokens: ids, positions, and slots by their pages."""
     tl.store(input_ids + token, input_id, mask=mask)
     tl.store(positions + token, position, mask=mask)

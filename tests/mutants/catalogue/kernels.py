@@ -18,7 +18,6 @@ from hiserve.kernels import (
     few_packed,
     fused,
     gated_norm_triton,
-    group_route,
     latent_decode,
     latent_store,
     noise,
@@ -26,6 +25,7 @@ from hiserve.kernels import (
     packed_triton,
     parts_triton,
     reference,
+    routing_triton,
     skinny_linear,
     step_inputs,
     step_reference,
@@ -111,7 +111,7 @@ with reference.act_mul, test_reference.test_a_limited_activation_cuts_the_gate_a
     "the limit of an activation cuts the gate alone"
     up.clamp(-activation.limit, activation.limit)
     up
-with group_route._route_in_groups, test_routing.test_triton_chooses_what_its_twin_chooses:
+with routing_triton._best, test_routing.test_triton_chooses_what_its_twin_chooses:
     "kernel: the bias of an expert is part of its share"
     tl.where(is_best, score, 0.0)
     tl.where(is_best, left, 0.0)

@@ -10,7 +10,6 @@ from hiserve.kernels import (
     packed_union,
     pairs_triton,
     reference,
-    root_route,
     row_codec_triton,
     row_codecs,
     stream_sums,
@@ -94,10 +93,6 @@ with pairs_triton._turn_kernel, test_streams.test_pairs_are_turned_as_by_the_twi
     "kernel: a row of the window is stored without the weights of its norm"
     made.to(weight.dtype).to(tl.float32) * weight.to(tl.float32)
     made.to(weight.dtype).to(tl.float32)
-with root_route._route_by_root, test_streams.test_roots_choose_what_the_twin_chooses:
-    "kernel: the bias of an expert is part of its share by roots"
-    tl.where(is_best, score, 0.0)
-    tl.where(is_best, left, 0.0)
 with row_codec_triton.places_of, test_row_codecs.test_kernels_write_the_bytes_of_the_twin:
     "kernel: the scales of a page lie behind its first row"
     first + PAGE_ROWS * value_bytes + row * scale_bytes

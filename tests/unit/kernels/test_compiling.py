@@ -409,7 +409,7 @@ RUNS: dict[str, tuple[Callable[[], None], set[str]]] = {
         {f"experts.{name}_kernel" for name in ("_route", "_group", "_sum")}
         | {
             "expert_products._product_kernel",
-            "group_route._route_in_groups",
+            "routing_triton._route_in_groups",
             "few_experts._gate_kernel",
             "few_experts._down_kernel",
         },
@@ -459,7 +459,7 @@ RUNS: dict[str, tuple[Callable[[], None], set[str]]] = {
     "streams": (
         streams,
         {"streams._project", "stream_sums._weigh", "streams._merge"}
-        | {"pairs_triton._turn_kernel", "pairs_triton._angles_kernel", "root_route._route_by_root"},
+        | {"pairs_triton._turn_kernel", "pairs_triton._angles_kernel", "routing_triton._route_by_root"},
     ),
     "packed": (
         pack,

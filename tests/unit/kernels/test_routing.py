@@ -12,7 +12,7 @@ from tests.helpers.interpreted import run_interpreted
 
 PROGRAM = """
 import torch
-from hiserve.kernels import group_route, routing
+from hiserve.kernels import routing, routing_triton
 from hiserve.kernels.routing import ExpertGroups
 
 torch.set_num_threads(1)
@@ -23,12 +23,12 @@ for num_experts, num_groups, num_chosen, count in ((256, 8, 4, 8), (64, 1, 1, 4)
         for dtype in (torch.float32, torch.float64):
             logits, bias = torch.randn(9, num_experts, dtype=dtype) * 3, torch.randn(num_experts, dtype=dtype)
             groups = ExpertGroups(bias, num_groups, num_chosen, scale=2.5)
-            ours, theirs = (each.route_in_groups(logits, groups, count, is_normalized) for each in (group_route, routing))
+            ours, theirs = (each.route_in_groups(logits, groups, count, is_normalized) for each in (routing_triton, routing))
             assert torch.equal(ours[1], theirs[1]), (num_experts, ours, theirs)
             torch.testing.assert_close(ours[0], theirs[0])
 # Whatever the logits, experts are in range and differ.
 for value in (torch.nan, torch.inf, -torch.inf, -200.0):
-    shares, chosen = group_route.route_in_groups(torch.full((2, 8), value), ExpertGroups(torch.zeros(8), 4, 2, 1.0), 4, True)
+    shares, chosen = routing_triton.route_in_groups(torch.full((2, 8), value), ExpertGroups(torch.zeros(8), 4, 2, 1.0), 4, True)
     assert chosen.tolist() == [[0, 1, 2, 3]] * 2, (value, chosen)
     assert not shares.isnan().any()
 """

@@ -68,7 +68,7 @@ assert_close(ours, theirs, rtol=1e-5, atol=1e-5)
 assert torch.equal(ours[0][2, 0], ours[0][2, 1]) and not torch.equal(ours[0][1, 0], ours[0][1, 1])
 """
 ROUTES = """
-from hiserve.kernels import root_route as fused, routing as reference
+from hiserve.kernels import routing as reference, routing_triton as fused
 
 for num_experts, count in ((256, 6), (12, 3)):
     logits, bias = torch.randn(5, num_experts) * 4, torch.randn(num_experts)
