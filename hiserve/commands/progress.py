@@ -32,17 +32,16 @@ class _Rate(ProgressColumn):
 
 
 @contextlib.contextmanager
-def progress(unit: str, console: Console | None = None) -> Iterator[Begin]:
+def progress(unit: str) -> Iterator[Begin]:
     """Shows a bar on standard error where that is a terminal, so that results may go into a pipe or a file.
 
     Args:
         unit: Name of the things that are counted.
-        console: Default: standard error.
 
     Yields:
         A function to call with the number of things, None if it is unknown; it returns a function to call after each.
     """
-    console = console or Console(stderr=True, highlight=False)
+    console = Console(stderr=True, highlight=False)
     if not console.is_terminal:
         yield lambda _: lambda _: None
         return

@@ -219,12 +219,11 @@ class Node:
         pages: Int32Array,
         digests: list[bytes],
         parent: Node | None,
-        host_pages: Int32Array = NO_PAGES,
     ) -> None:
         self.key = key
         self.num_pages = len(digests) if parent is not None else 0
         self.pages = pages
-        self.host_pages = host_pages
+        self.host_pages = NO_PAGES
         self.device_ready_op = 0
         self.host_ready_op = 0
         self.digests = digests

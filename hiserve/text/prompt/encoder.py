@@ -26,6 +26,7 @@ from hiserve.text.tokens.detokenizer import TokenBytes
 from hiserve.text.tokens.split_points import SplitPoints
 from hiserve.text.tokens.tokenizer import Tokenizer
 
+NUM_THREADS = 2
 # Encoding this many characters takes about 5 ms; longer texts go to a thread.
 INLINE_CHARS = 20_000
 # Rendering holds the GIL. Beyond these limits a conversation is rendered in a process.
@@ -45,15 +46,13 @@ class PromptEncoder:
         helpers: Processes that render long conversations and parse large bodies.
     """
 
-    def __init__(
-        self, tokenizer: Tokenizer, template: ChatTemplate | None, reply_cache: ReplyTokenCache, *, num_threads: int = 2
-    ) -> None:
+    def __init__(self, tokenizer: Tokenizer, template: ChatTemplate | None, reply_cache: ReplyTokenCache) -> None:
         self._tokenizer = tokenizer
         self._template = template
         self._reply_cache = reply_cache
         self._split_points = SplitPoints(tokenizer)
         self._spelled_tokens = None if template is None else SpelledTokens(tokenizer, template)
-        self._threads = FairThreads(num_threads, "hiserve-encode")
+        self._threads = FairThreads(NUM_THREADS, "hiserve-encode")
         self.helpers = HelperPool(template)
 
     @property

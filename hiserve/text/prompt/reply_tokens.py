@@ -26,7 +26,7 @@ from hiserve.text.prompt.spelled_tokens import SpelledTokens, joined, pieces
 from hiserve.text.prompt.steps import PromptLimit, Render, Steps, join_steps, run_steps
 from hiserve.text.reader.buffer import Event, Kind
 from hiserve.text.reader.formats import ReplyFormat
-from hiserve.text.template.chat_template import RENDER_S, ChatTemplate
+from hiserve.text.template.chat_template import ChatTemplate
 from hiserve.text.template.probes import SWITCHES
 from hiserve.text.tokens.split_points import SplitPoints
 from hiserve.text.tokens.tokenizer import Tokenizer
@@ -168,28 +168,16 @@ def encode_chat(
     known: Mapping[int, KnownReply],
     template: ChatTemplate,
     tokenizer: Tokenizer,
-    *,
-    max_chars: int | None = None,
-    max_s: float = RENDER_S,
     splices: Counter[Splice] | None = None,
 ) -> Int32Array:
     """Runs ``chat_steps`` in this thread, without a limit of tokens.
 
-    ``max_s`` limits the template's time, in seconds; the other parameters are those of ``chat_steps``.
-
     Raises:
         RequestError: The template refuses the messages.
     """
-    steps = chat_steps(
-        chat,
-        known,
-        SplitPoints(tokenizer),
-        PromptLimit(MAX_INT32),
-        SpelledTokens(tokenizer, template),
-        max_chars=max_chars,
-        splices=splices,
-    )
-    return run_steps(steps, tokenizer, template, max_s)
+    split_points, spelled_tokens = SplitPoints(tokenizer), SpelledTokens(tokenizer, template)
+    steps = chat_steps(chat, known, split_points, PromptLimit(MAX_INT32), spelled_tokens, splices=splices)
+    return run_steps(steps, tokenizer, template)
 
 
 def chat_steps(

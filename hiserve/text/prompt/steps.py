@@ -14,7 +14,7 @@ import numpy as np
 from hiserve.core.plan import Int32Array
 from hiserve.errors import ContextLengthError
 from hiserve.text.conversation import Conversation
-from hiserve.text.template.chat_template import RENDER_S, ChatTemplate
+from hiserve.text.template.chat_template import ChatTemplate
 from hiserve.text.tokens.split_points import ANCHOR, SplitPoints, ranges
 from hiserve.text.tokens.tokenizer import Tokenizer
 
@@ -108,9 +108,7 @@ def join_steps(parts: Sequence[str | Int32Array], split_points: SplitPoints, lim
     return np.concatenate(found[::-1] if limit.from_end else found) if found else np.empty(0, dtype=np.int32)
 
 
-def run_steps(
-    steps: Steps, tokenizer: Tokenizer, template: ChatTemplate | None = None, max_s: float = RENDER_S
-) -> Int32Array:
+def run_steps(steps: Steps, tokenizer: Tokenizer, template: ChatTemplate | None = None) -> Int32Array:
     """Runs steps in sequence in this thread; returns the ids, int32 ``[n]``.
 
     Raises:
@@ -127,4 +125,4 @@ def run_steps(
             done = tokenizer.encode(step.text, add_special_tokens=step.add_special_tokens)
         else:
             assert template is not None, "a conversation without a template"
-            done = template.render(step.chat, max_chars=step.max_chars, max_s=max_s)
+            done = template.render(step.chat, max_chars=step.max_chars)
