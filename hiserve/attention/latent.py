@@ -184,7 +184,7 @@ class LatentAttention:
 
         ``q`` is ``[n, num_heads, nope_dim + rope_dim]``, ``new`` the rows of the same tokens, ``[n, width]``.
         """
-        hidden = int(self._shape.hides_first)  # keys that nobody sees, at the start of the row
+        hidden = int(self._shape.hides_first)  # keys that no token sees, at the start of the row
         if row.num_cached + row.num_new <= hidden:
             return q.new_zeros((*q.shape[:2], self._latent.value_dim))
         if not row.num_cached:

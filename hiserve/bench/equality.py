@@ -106,7 +106,7 @@ class EqualityChecker:
         if not differing:
             return Equality(verdict="same", num_replies=len(replies), num_tokens=num_tokens)
         first = differing[0]
-        told: dict[str, Any] = {
+        fields: dict[str, Any] = {
             "num_replies": len(replies),
             "num_tokens": num_tokens,
             "num_differing": len(differing),
@@ -114,11 +114,11 @@ class EqualityChecker:
         }
         dtype = self._plain.settings.model.dtype
         if dtype not in ROUNDING or (temperature and dtype == "float32"):
-            return Equality(verdict="different", **told)
+            return Equality(verdict="different", **fields)
         if temperature:
-            return Equality(verdict="not judged", **told)
+            return Equality(verdict="not judged", **fields)
         margin = self._margin([prompts[i] for i in differing], [replies[i] for i in differing], num_tokens)
-        return Equality(verdict="within the margin" if margin.is_near else "different", margin=margin, **told)
+        return Equality(verdict="within the margin" if margin.is_near else "different", margin=margin, **fields)
 
     def _margin(self, prompts: Sequence[Tokens], replies: Sequence[Tokens], num_positions: int) -> Margin:
         """Scores replies that differ, out of ``num_positions`` tokens; the rest are the engine's own."""

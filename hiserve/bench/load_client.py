@@ -134,8 +134,8 @@ class OpenAIBackend:
             if has_text:
                 sample.chunk_s.append(now)
                 sample.chunk_texts.append(choice.text or (delta is not None and delta.content) or "")
-                told = event.usage is not None and event.usage.completion_tokens is not None
-                sample.chunk_tokens.append(sample.num_output if told else -1)
+                is_counted = event.usage is not None and event.usage.completion_tokens is not None
+                sample.chunk_tokens.append(sample.num_output if is_counted else -1)
             if choice.token_ids:
                 sample.output_ids += choice.token_ids
             if choice.finish_reason is not None:
@@ -157,9 +157,9 @@ def _count(sample: Sample, usage: _Usage) -> None:
         sample.miss = details.cache_miss.reason if details.cache_miss else ""
 
 
-def _by_tier(told: dict[str, Any] | None) -> dict[str, int]:
+def _by_tier(details: dict[str, Any] | None) -> dict[str, int]:
     """Reads tokens by tier; what SGLang calls storage is the store."""
-    counts = {"store" if name == "storage" else name: count for name, count in (told or {}).items()}
+    counts = {"store" if name == "storage" else name: count for name, count in (details or {}).items()}
     return {name: count for name, count in counts.items() if isinstance(count, int)}
 
 
@@ -220,7 +220,7 @@ class _GrowingText:
             sample.fail("error event", words_of(event.error), now)
             return
         meta = event.meta_info or _Meta()
-        told = meta.completion_tokens is not None
+        is_counted = meta.completion_tokens is not None
         if meta.completion_tokens is not None:
             sample.has_usage = True
             sample.num_prompt, sample.num_output = meta.prompt_tokens, meta.completion_tokens
@@ -229,7 +229,7 @@ class _GrowingText:
         if len(event.text) > self._num_chars:
             sample.chunk_s.append(now)
             sample.chunk_texts.append(event.text[self._num_chars :])
-            sample.chunk_tokens.append(sample.num_output if told else -1)
+            sample.chunk_tokens.append(sample.num_output if is_counted else -1)
         if len(event.text) > self._num_chars or meta.finish_reason is not None:
             sample.end_s = now
         self._num_chars = len(event.text)

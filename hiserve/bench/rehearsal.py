@@ -115,8 +115,8 @@ def rehearse_engines(
                         for acceptance in rehearsal.acceptances:
                             case = pair.measure(number, acceptance)
                             cases.append(case)
-                            told = f"{number} drafts, {concurrency} at once, {acceptance:g} right"
-                            advance(f"{told}: {case.speedup:.2f} x")
+                            progress = f"{number} drafts, {concurrency} at once, {acceptance:g} right"
+                            advance(f"{progress}: {case.speedup:.2f} x")
         except KeyboardInterrupt:
             if not cases:
                 raise

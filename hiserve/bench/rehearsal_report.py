@@ -48,8 +48,8 @@ def show_rehearsed(console: Console, found: Rehearsed) -> None:
         own_bar = [case for case in barred if case.bar == bar]
         worst = min(own_bar, key=lambda case: case.speedup)
         is_met, where = worst.speedup >= bar, f"{worst.concurrency} at once, {worst.acceptance:g} right"
-        told = f"auto against off, at least {bar:g}: {sum(case.speedup >= bar for case in own_bar)} of {len(own_bar)}"
-        console.print(f"[{GOOD if is_met else BAD}]{told}; the least is {worst.speedup:.2f}, {where}[/]")
+        text = f"auto against off, at least {bar:g}: {sum(case.speedup >= bar for case in own_bar)} of {len(own_bar)}"
+        console.print(f"[{GOOD if is_met else BAD}]{text}; the least is {worst.speedup:.2f}, {where}[/]")
     _show_differences(console, found)
 
 
@@ -67,11 +67,11 @@ def _show_differences(console: Console, found: Rehearsed) -> None:
     if not num_differing:
         console.print(f"[{GOOD}]tokens as without drafts: all {num_replies} replies[/]")
         return
-    told = f"{num_differing} of {num_replies} replies are others than without drafts"
+    text = f"{num_differing} of {num_replies} replies are others than without drafts"
     if found.is_same:
-        console.print(f"{told}, as rounding in {escape(dtype)} allows; bench spec without --sweep judges them")
+        console.print(f"{text}, as rounding in {escape(dtype)} allows; bench spec without --sweep judges them")
     else:
-        console.print(f"[{BAD}]{told}, and {escape(dtype)} allows none[/]")
+        console.print(f"[{BAD}]{text}, and {escape(dtype)} allows none[/]")
 
 
 def _plain_rate(cases: Sequence[RehearsedCase], concurrency: int) -> float:
@@ -80,8 +80,8 @@ def _plain_rate(cases: Sequence[RehearsedCase], concurrency: int) -> float:
 
 
 def _cell(case: RehearsedCase) -> str:
-    told = f"{case.speedup:.2f}"
-    return told if case.bar is None else f"[{GOOD if case.speedup >= case.bar else BAD}]{told}[/]"
+    text = f"{case.speedup:.2f}"
+    return text if case.bar is None else f"[{GOOD if case.speedup >= case.bar else BAD}]{text}[/]"
 
 
 def draw_rehearsed(plotter: Plotter, title: str, found: Rehearsed) -> None:

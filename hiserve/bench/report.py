@@ -137,8 +137,8 @@ def show_rounds(console: Console, rounds: Sequence[Round], num_without_ids: int)
         table.add_row(str(each.number), f"{each.num_ok:,}", *cells, hit, f"{each.best_hit_rate:.1%}")
     console.print(table)
     if num_without_ids:
-        told = f"{num_without_ids:,} replies came without token ids; later prompts go on without them."
-        console.print(f"[yellow]{told}[/yellow]")
+        shown = f"{num_without_ids:,} replies came without token ids; later prompts go on without them."
+        console.print(f"[yellow]{shown}[/yellow]")
 
 
 def show_offline(console: Console, title: str, summary: OfflineSummary) -> None:
@@ -163,8 +163,8 @@ def show_cache(console: Console, found: CacheOutcome, summary: CacheSummary) -> 
             "empty when the run began. Give --flush-cache; a store is emptied by POST /flush_cache?tier=store.[/yellow]"
         )
     if found.num_differing:
-        told = f"{found.num_differing:,} prompts are of another length to the server than to the endless cache."
-        console.print(f"[yellow]{told}[/yellow]")
+        shown = f"{found.num_differing:,} prompts are of another length to the server than to the endless cache."
+        console.print(f"[yellow]{shown}[/yellow]")
 
 
 def _hit_rates(found: CacheOutcome, summary: CacheSummary) -> Table:
@@ -260,24 +260,24 @@ def _costs(proposer: str, costs: Sequence[CycleCost], cases: Sequence[Case]) -> 
 
 def _equality(console: Console, cases: Sequence[Case]) -> None:
     counts = Counter(case.equality.verdict for case in cases)
-    told = ", ".join(f"{count} of {len(cases)} {verdict}" for verdict, count in counts.items())
-    console.print(f"[bold]tokens against plain decoding[/bold], case by case: {told}")
+    shown = ", ".join(f"{count} of {len(cases)} {verdict}" for verdict, count in counts.items())
+    console.print(f"[bold]tokens against plain decoding[/bold], case by case: {shown}")
     margin = over_all([case.equality for case in cases])
     if margin is not None:
-        told = (
+        shown = (
             f"{margin.num_needed} of {margin.num_positions} tokens are not plain decoding's best; the worst is "
             f"{margin.worst:.2g} short of it, {margin.epsilon:.2g} and {MAX_SHARE:.1%} are allowed"
         )
-        console.print(_coloured(told, margin.is_kept))
+        console.print(_coloured(shown, margin.is_kept))
     for case in cases:
         if not case.equality.is_kept:
             first = case.equality.first_difference
             where = "" if first is None else f", first in reply {first[0]} at token {first[1]}"
-            told = (
+            shown = (
                 f"{escape(case.proposer)}, {case.steps} drafts, batch {case.batch}, temperature {case.temperature:g}, "
                 f"{case.source}: {case.equality.num_differing} of {case.equality.num_replies} replies differ{where}"
             )
-            console.print(_coloured(told, is_good=False))
+            console.print(_coloured(shown, is_good=False))
 
 
 def _ever_accepted(drafts: DraftUse) -> list[float]:
@@ -308,8 +308,8 @@ def show_soak(console: Console, title: str, found: SoakFigures) -> None:
     if found.faults:
         table = columns("faults", "at", "fault", "requests open", "ready again", "first new token", left="fault")
         for fault in found.faults:
-            told = ["–" if seconds is None else f"{seconds:.2f} s" for seconds in (fault.ready_s, fault.recovery_s)]
-            table.add_row(f"{fault.at_s:.1f} s", f"{fault.fault}: {escape(fault.what)}", f"{fault.num_open}", *told)
+            shown = ["–" if seconds is None else f"{seconds:.2f} s" for seconds in (fault.ready_s, fault.recovery_s)]
+            table.add_row(f"{fault.at_s:.1f} s", f"{fault.fault}: {escape(fault.what)}", f"{fault.num_open}", *shown)
         console.print(table)
     spreads = [
         (f"{kind}, {name}", spread)

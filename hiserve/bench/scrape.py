@@ -113,17 +113,17 @@ class CopyCounts(msgspec.Struct, frozen=True, kw_only=True):
 
 def sum_copies(replicas: Sequence[ReplicaCacheStats], kind: str) -> CopyStats:
     """Sums the copies of one of ``KINDS`` over all replicas of a server."""
-    told: list[CopyStats] = [getattr(replica, kind) for replica in replicas]
+    parts: list[CopyStats] = [getattr(replica, kind) for replica in replicas]
     unfulfilled: Counter[str] = Counter()
-    for copies in told:
+    for copies in parts:
         unfulfilled.update(copies.unfulfilled)
     return CopyStats(
-        num_wanted=sum(copies.num_wanted for copies in told),
-        num_fulfilled=sum(copies.num_fulfilled for copies in told),
-        num_in_flight=sum(copies.num_in_flight for copies in told),
+        num_wanted=sum(copies.num_wanted for copies in parts),
+        num_fulfilled=sum(copies.num_fulfilled for copies in parts),
+        num_in_flight=sum(copies.num_in_flight for copies in parts),
         unfulfilled=dict(unfulfilled),
-        num_bytes=sum(copies.num_bytes for copies in told),
-        seconds=sum(copies.seconds for copies in told),
+        num_bytes=sum(copies.num_bytes for copies in parts),
+        seconds=sum(copies.seconds for copies in parts),
     )
 
 

@@ -97,9 +97,9 @@ def check_source(batches: Sequence[BatchResult], source: str) -> None:
     tiers = {tier: sum(batch.cached_tokens[tier] for batch in batches) for tier in ("device", "host", "store")}
     found = sum(tiers.values()) if source == COLD else tiers[source]
     if bool(found) == (source == COLD):
-        told = ", ".join(f"{count} from the {tier}" for tier, count in tiers.items())
+        sources = ", ".join(f"{count} from the {tier}" for tier, count in tiers.items())
         raise ConfigError(
-            f"prompts were to be found {source}, and of their tokens came {told}. Give longer prompts, raise --kv-pages or "
+            f"prompts were to be found {source}, and of their tokens came {sources}. Give longer prompts, raise --kv-pages or "
             f"--host-cache-gib, or leave {source} out of --sources.",
             param="sources",
         )

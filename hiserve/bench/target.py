@@ -57,14 +57,14 @@ async def look_at(pool: Pool, *, model: str | None = None, vocab_size: int | Non
     if not named:
         raise NotFoundError(f"the server has no model {model!r}; it has {', '.join(card['id'] for card in cards)}.")
     card = named[0]
-    told = await _told(pool)
+    info = await _told(pool)
     return Target(
         model=card["id"],
         max_model_len=card.get("max_model_len"),
-        vocab_size=vocab_size or told.vocab_size or _vocab_size_of(card.get("root")),
+        vocab_size=vocab_size or info.vocab_size or _vocab_size_of(card.get("root")),
         version=await _version(pool),
-        device=told.device,
-        page_size=told.page_size or page_size_of(await scrape(pool)),
+        device=info.device,
+        page_size=info.page_size or page_size_of(await scrape(pool)),
     )
 
 

@@ -140,8 +140,8 @@ async def answer_all(
                 break
             if attempt < TRIES - 1:
                 await sleep(float(reply.headers["retry-after"]))
-            elif (told := msgspec.json.decode(reply.content, type=Error).error).code == UnavailableError.code:
-                raise UnavailableError(f"line {number}: {told.message} The same command continues the batch.")
+            elif (refusal := msgspec.json.decode(reply.content, type=Error).error).code == UnavailableError.code:
+                raise UnavailableError(f"line {number}: {refusal.message} The same command continues the batch.")
         results.add_reply(request.custom_id, reply.status_code, reply.headers["x-request-id"], reply.content)
         window.leave(len(request.body))
         advance()

@@ -366,5 +366,5 @@ def _first_line(error: object) -> str:
     """Returns the first line of what the library says, and of a regex what is wrong with it."""
     lines = str(error).strip().splitlines() or [""]
     reason = next((line for line in lines[1:] if line.startswith("error: ")), "")
-    told = _REMOTE.sub(r"a $ref leads to \1, which is not in the schema. Copy it into $defs", lines[0])
-    return (told + (" " + reason if reason else ""))[:400]
+    message = _REMOTE.sub(r"a $ref leads to \1, which is not in the schema. Copy it into $defs", lines[0])
+    return (message + (" " + reason if reason else ""))[:400]

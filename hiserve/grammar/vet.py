@@ -83,7 +83,7 @@ class Vetting:
         self._process = JobProcess(COMMAND, msgspec.msgpack.encode(setup))
         self._max_waiting = max_waiting
         self._waiting: Counter[int] = Counter()  # requests, by caller
-        self._trials: Counter[int] = Counter()  # by caller; also those for which nobody waits any more
+        self._trials: Counter[int] = Counter()  # by caller; also those for which no request waits any more
         self._clock = clock
         self._turn = FairSemaphore(1)
         self._verdicts: OrderedDict[tuple[bytes, bool], asyncio.Task[Verdict]] = OrderedDict()

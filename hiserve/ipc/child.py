@@ -189,7 +189,7 @@ def connect_to_parent(endpoint: str, death_signal: signal.Signals) -> tuple[Link
             the end of the link is the only sign).
 
     Raises:
-        SystemExit: The parent died before its first message, or nobody listens for ``CONNECT_S``.
+        SystemExit: The parent died before its first message, or no process listens for ``CONNECT_S``.
     """
     for signum in (signal.SIGINT, signal.SIGTERM):
         signal.signal(signum, signal.SIG_IGN)

@@ -188,7 +188,7 @@ def _keep(  # type: ignore[no-untyped-def]
     values, scores, bias, ring, token_starts, rows, positions, token_rows, num_tokens, value_stride, score_stride,
     SHAPE: tl.constexpr, IS_EARLY: tl.constexpr  # noqa: N803
 ):  # fmt: skip
-    """Each program writes the inputs of a token into its row's ring, if they are among the last; nobody's are not written."""
+    """Each program writes the inputs of a token into its row's ring, if they are among the last; those of no row are not written."""
     num_series: tl.constexpr = SHAPE.num_series
     wide: tl.constexpr = num_series * SHAPE.width
     column = tl.arange(0, SHAPE.width)

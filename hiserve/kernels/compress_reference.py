@@ -46,7 +46,7 @@ class Compression:
 
 
 class CarriedInputs(NamedTuple):
-    """Inputs of one layer: values, then scores, biases included; of the type of the biases. Row and slot 0 are nobody's.
+    """Inputs of one layer: values, then scores, biases included; of the type of the biases. Row and slot 0 belong to no request.
 
     Attributes:
         rows: ``[R, ring, 2 * num_series * n]``, by permanent row. Those of position p lie at ``p % ring``; ``ring`` is at least

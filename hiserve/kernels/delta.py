@@ -101,7 +101,7 @@ def delta(
     """
     assert inputs.state is not None, "a batch without states"
     entries = torch.cat((mixed, gates), 1)
-    out = mixed.new_zeros((mixed.shape[0] + 1, shape.num_value_heads, shape.value_dim))  # the last is nobody's
+    out = mixed.new_zeros((mixed.shape[0] + 1, shape.num_value_heads, shape.value_dim))  # the last belongs to no token
     for group in row_groups(inputs):
         singles = [
             (row, row + 1) for row in range(group.first, group.end)

@@ -105,7 +105,7 @@ def ends_of(number, state_len, end, slot, state_ends, snap_at):  # type: ignore[
 
 @triton.jit  # type: ignore[untyped-decorator]
 def store_nothing(out, indptr, until, head, value, SIZES: tl.constexpr):  # type: ignore[no-untyped-def]  # noqa: N803
-    """The programs of the last row store zeros for the tokens behind it, up to ``until``: of a graph they belong to nobody."""
+    """The programs of the last row store zeros for the tokens behind it, up to ``until``: of a graph they belong to no row."""
     if tl.program_id(1) == tl.num_programs(1) - 1:
         for token in range(tl.load(indptr + tl.num_programs(1)), until):
             first = tl.full((), 0, tl.int64) + token

@@ -87,7 +87,7 @@ def _choose_best(scores: Tensor, places: tuple[Tensor, Tensor, Tensor], slots: T
     (num_tokens, most), table = slots.shape, places[2]
     chunk, rows = _chunk(most), None
     while True:
-        num_parts = max(1, triton.cdiv(scores.shape[1], chunk))  # one where nobody sees a row, too
+        num_parts = max(1, triton.cdiv(scores.shape[1], chunk))  # one where no token sees a row, too
         is_last = num_parts == 1
         size = (num_tokens, num_parts * most)
         best, best_rows = (

@@ -111,7 +111,7 @@ def store_latent(latent, pool, slot, slot_stride, RANK: tl.constexpr, ROPE_DIM: 
         value = tl.reshape(rounded(latent).to(tl.float32, bitcast=True), [_SCALES, tile])
         # Of what is not finite no number is read: its scale is infinite.
         largest = tl.max(tl.where(value != value, float("inf"), tl.abs(value)), 1)
-        # Up to a number of bfloat16, whose products with numbers are then rounded once, whoever computes them.
+        # Up to a number of bfloat16, whose products with numbers are then rounded once, in any kernel.
         factor = (tl.maximum(largest, _LEAST) * (1 / _LARGEST)).to(tl.int32, bitcast=True)
         factor = ((factor + 0xFFFF) & -0x10000).to(tl.float32, bitcast=True)
         small = to_e4m3(tl.div_rn(value, tl.broadcast_to(factor[:, None], [_SCALES, tile])))

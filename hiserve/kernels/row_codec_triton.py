@@ -92,7 +92,7 @@ def store_halves(one, other, pool, scales, slot, place, half, head, which, mask,
         exponent = tl.maximum(_scale_exponents(tl.max(largest, 1)[:, None]), _LEAST_EXPONENT)
         row = scales.to(tl.pointer_type(tl.uint8), bitcast=True) + slot * (4 * ((NUM_HEADS + 1) // 2)) + which
         tl.store(row + 2 * head, (exponent + 127).to(tl.uint8), mask=head < NUM_HEADS)
-        if NUM_HEADS % 2 != 0:  # the bytes of a page depend on its tokens alone, those that nobody reads too
+        if NUM_HEADS % 2 != 0:  # the bytes of a page depend on its tokens alone, those that are never read too
             tl.store(row + 2 * NUM_HEADS, tl.full((), 0, tl.uint8))
         divided, factor = power_of_2(-exponent), power_of_2(exponent)
         small, others = to_e4m3(first * divided), to_e4m3(second * divided)

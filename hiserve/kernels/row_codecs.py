@@ -41,7 +41,7 @@ def store_packed(pool: Tensor, slots: Tensor, rows: Tensor, pages: PackedPages) 
         factors = largest.nan_to_num_(nan=torch.inf, posinf=torch.inf).clamp_(min=LEAST) * (1 / LARGEST)
         if (
             shape.has_pairs
-        ):  # up to a number of bfloat16, whose products with numbers are then rounded once, whoever computes them
+        ):  # up to a number of bfloat16, whose products with numbers are then rounded once, in any kernel
             factors = ((factors.view(torch.int32) + 0xFFFF) & -0x10000).view(torch.float32)
         small, scales = wide / factors[..., None], factors.view(torch.uint8)
     else:

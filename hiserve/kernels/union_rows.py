@@ -108,7 +108,7 @@ def slots_behind_first(source: RangeRows, kv_lens: Tensor, qo_indptr: Tensor) ->
 
 
 def slots_at_ends(source: RangeRows) -> Tensor:
-    """Returns the slot of the row that ends with each token, int64 ``[T]``; 0, which belongs to nobody, where none does."""
+    """Returns the slot of the row that ends with each token, int64 ``[T]``; 0, which belongs to no row, where none does."""
     row, offset = source.positions // source.ratio, source.positions % source.ratio
     is_end = offset == source.ratio - 1
     pages = source.table[source.token_rows, torch.where(is_end, row // source.page_rows, 0)].long()

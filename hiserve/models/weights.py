@@ -233,7 +233,7 @@ def _renamed(
     """Returns the tensors of a checkpoint by the names that tables have for them; arguments as for ``held_tensors``.
 
     Raises:
-        ModelError: As ``held_tensors``, or two tensors have one name, of which nobody knows the right one.
+        ModelError: As ``held_tensors``, or two tensors have one name, of which either may be the right one.
     """
     held: dict[str, StoredTensor] = {}
     for source, tensor in held_tensors(folder, param=param).items():

@@ -37,11 +37,13 @@ class ReplyHistory:
         self._num_tokens = num_tokens
         self._num_bits = (num_tokens * len(_SIZES) * _SPARSITY - 1).bit_length()
         self._factors, self._shift = _factors(), np.uint64(64 - self._num_bits)
-        self._regions: dict[bytes, int] = {}  # of tenants, the latest reply last; region 0 is nobody's, and stays empty
+        self._regions: dict[
+            bytes, int
+        ] = {}  # of tenants, the latest reply last; region 0 belongs to no tenant, and stays empty
         self._num_added = [0] * (1 + max_tenants)
         self._table = np.zeros((1 + max_tenants) << self._num_bits, dtype=np.int32)
         # Rings lie so far apart that no window over one of them reaches another. A place is the number of the windows that
-        # end before it and begin there; 0, of entries never set, is nobody's.
+        # end before it and begin there; 0, of entries never set, belongs to no tenant.
         self._stride = LONGEST + 1 + num_tokens + MAX_FOLLOWING
         self._text = np.zeros((1 + max_tenants) * self._stride, dtype=np.int32)
         self._before = sliding_window_view(self._text, LONGEST + 1)[:, ::-1]  # the latest token first

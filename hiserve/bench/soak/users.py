@@ -151,19 +151,21 @@ class Sender:
         await self.send(question, asked)
         sample = asked.sample
         if sample.error or not sample.output_ids:
-            told = f"{sample.error}, {sample.detail}" if sample.error else "the reply has no token ids"
-            raise UnavailableError(f"a request could not be recorded before the soak: {told}.")
+            answer = f"{sample.error}, {sample.detail}" if sample.error else "the reply has no token ids"
+            raise UnavailableError(f"a request could not be recorded before the soak: {answer}.")
         return Reference(sample.output_ids, sample.finish)
 
     async def send_nonsense(self, number: int, sample: Sample) -> None:
         path, body = NONSENSE[number % len(NONSENSE)]
-        told: list[bytes] = []
+        answer: list[bytes] = []
         try:
-            sample.status = await self._pools[False].request("POST", path, body, lambda _, part, __: told.append(part))
+            sample.status = await self._pools[False].request(
+                "POST", path, body, lambda _, part, __: answer.append(part)
+            )
         except OSError as error:
             sample.error, sample.detail = "connection", str(error)
         with suppress(msgspec.DecodeError):
-            sample.detail = sample.detail or words_of(msgspec.json.decode(b"".join(told)))
+            sample.detail = sample.detail or words_of(msgspec.json.decode(b"".join(answer)))
 
     def close(self) -> None:
         for pool in self._pools.values():

@@ -1,32 +1,32 @@
-"""The pages of a tier that a router is told of where boundaries need tails: those with a tail at or behind them."""
+"""The pages of a tier that are announced to routers where boundaries need tails: those with a tail at or behind them."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
 
 # The digest of the page before a run (None at the start of a prefix), digests, packed tokens.
-Tell = Callable[[bytes | None, list[bytes], bytes], None]
+Announce = Callable[[bytes | None, list[bytes], bytes], None]
 
 
 class ResumablePages:
     """Keeps readable pages back until a prompt can be resumed at or behind them on this tier.
 
-    Pages are told parents first, and no longer told once the last tail behind them is gone.
+    Pages are announced parents first, and retracted once the last tail behind them is gone.
 
     Args:
-        tell: Called with runs of pages that became of use.
-        untell: Called with pages that no longer are.
+        announce: Called with runs of pages that became of use.
+        retract: Called with pages that no longer are.
     """
 
-    def __init__(self, tell: Tell, untell: Callable[[list[bytes]], None]) -> None:
-        self._tell = tell
-        self._untell = untell
+    def __init__(self, announce: Announce, retract: Callable[[list[bytes]], None]) -> None:
+        self._announce = announce
+        self._retract = retract
         self._pages: dict[bytes, tuple[bytes | None, bytes]] = {}  # readable ones: the page before, tokens
-        self._num_behind: dict[bytes, int] = {}  # of each page: its tail, and told pages after it; no zeros
+        self._num_behind: dict[bytes, int] = {}  # of each page: its tail, and announced pages after it; no zeros
         self._tails: set[bytes] = set()
 
-    def is_told(self, digest: bytes) -> bool:
-        """Whether a page is told."""
+    def is_announced(self, digest: bytes) -> bool:
+        """Whether a page is announced."""
         return digest in self._pages and digest in self._num_behind
 
     def insert(self, parent: bytes | None, digests: list[bytes], key: bytes) -> None:
@@ -37,33 +37,33 @@ class ResumablePages:
             before = digest
         for index, digest in enumerate(digests):
             if digest in self._num_behind:  # its tail was there first, or it was loaded after a page behind it
-                self._tell_path(digest, digests[index - 1] if index else parent)
+                self._announce_path(digest, digests[index - 1] if index else parent)
 
     def remove(self, digests: list[bytes]) -> None:
         """Removes pages that became unreadable, parents first; their tails may leave later."""
-        untold: list[bytes] = []
+        retracted: list[bytes] = []
         for digest in reversed(digests):
             parent, _ = self._pages.pop(digest)
             if digest in self._num_behind:
-                untold.append(digest)
-                untold += self._release(parent)
-        if untold:
-            self._untell(untold)
+                retracted.append(digest)
+                retracted += self._release(parent)
+        if retracted:
+            self._retract(retracted)
 
     def add_tail(self, digest: bytes) -> None:
         """Records that the tier has a tail behind a page, which it lacked, and can give it."""
         assert digest not in self._tails, f"the tail behind {digest.hex()} is recorded twice"
         self._tails.add(digest)
-        self._tell_path(None, digest)
+        self._announce_path(None, digest)
 
     def remove_tail(self, digest: bytes) -> None:
         """Records that the tier lacks a tail behind a page."""
         if digest in self._tails:
             self._tails.discard(digest)
-            if untold := self._release(digest):
-                self._untell(untold)
+            if retracted := self._release(digest):
+                self._retract(retracted)
 
-    def _tell_path(self, last: bytes | None, digest: bytes | None) -> None:
+    def _announce_path(self, last: bytes | None, digest: bytes | None) -> None:
         """Counts one more behind a page, and tells it and the pages before it, with ``last`` after them, if they were not."""
         path = [] if last is None else [last]
         while digest is not None:
@@ -76,11 +76,11 @@ class ResumablePages:
         if path:
             path.reverse()
             parent, _ = self._pages[path[0]]
-            self._tell(parent, path, b"".join(self._pages[each][1] for each in path))
+            self._announce(parent, path, b"".join(self._pages[each][1] for each in path))
 
     def _release(self, digest: bytes | None) -> list[bytes]:
         """Counts one less behind a page; returns it and the pages before it that are no longer of use, last first."""
-        untold: list[bytes] = []
+        retracted: list[bytes] = []
         while digest is not None:
             self._num_behind[digest] -= 1
             if self._num_behind[digest]:
@@ -88,6 +88,6 @@ class ResumablePages:
             del self._num_behind[digest]
             if digest not in self._pages:
                 break
-            untold.append(digest)
+            retracted.append(digest)
             digest, _ = self._pages[digest]
-        return untold
+        return retracted

@@ -139,7 +139,7 @@ class StoreSync:
             self._tiers.free_host(image.frames)
             return 0
         num_new = self._tails.put_on_host(end, at, image.frames)
-        if num_new and end.tails is not None:  # nobody has locked it yet: behind old history it would be the next to go
+        if num_new and end.tails is not None:  # it has no lock yet: behind old history it would be the next to go
             self._use(end)
             self._tails.touch(end.tails[at], self._tiers.clock)
         return num_new

@@ -1,4 +1,4 @@
-"""Device memory of rows and tails, window pages and slots of snapshots: allocated to rows, free when nobody holds it."""
+"""Device memory of rows and tails, window pages and slots of snapshots: allocated to rows, free when it has no holder."""
 
 from __future__ import annotations
 
@@ -59,7 +59,7 @@ class TailPool:
 
     @property
     def num_free(self) -> int:
-        """Pages that nobody holds."""
+        """Pages without a holder."""
         return self._pages.num_free
 
     @property
@@ -128,7 +128,7 @@ class TailPool:
             self._pages.free(freed)
 
     def pin(self, pages: Int32Array) -> None:
-        """Makes a transfer a holder of pages that have one, until ``unpin``: nobody can be given them meanwhile."""
+        """Makes a transfer a holder of pages that have one, until ``unpin``: they are not allocated meanwhile."""
         self.hold(pages)
         self.num_pinned += pages.size
 
@@ -272,7 +272,7 @@ class TailMemory:
         return -1 if rest else count
 
     def has_spare(self, tail: Tail) -> bool:
-        """Whether a transfer may hold the pages of a tail: nobody was promised them."""
+        """Whether a transfer may hold the pages of a tail: they were promised to no row."""
         return all(ours.size <= pool.num_spare for pool, ours in self.held(tail))
 
     def last_step(self, tail: Tail) -> int:

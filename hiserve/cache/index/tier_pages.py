@@ -1,4 +1,4 @@
-"""The pages of one tier: free and evictable ones, the shares of tenants, and what routers are told of them."""
+"""The pages of one tier: free and evictable ones, the shares of tenants, and the events about them for routers."""
 
 from __future__ import annotations
 
@@ -76,13 +76,13 @@ class TierPages(Generic[T]):
         if self.resumable is None and self._listener is None:
             self.events.publish(node.digests[start:] if start else node.digests)
             return
-        tell = self._tell if self.resumable is None else self.resumable.insert
-        tell(*_run(node, start, node.num_pages))
+        announce = self._announce if self.resumable is None else self.resumable.insert
+        announce(*_run(node, start, node.num_pages))
 
     def remove(self, digests: list[bytes]) -> None:
         """Records that pages are no longer readable here."""
         if self.resumable is None:
-            self._untell(digests)
+            self._retract(digests)
         else:
             self.resumable.remove(digests)
 
@@ -91,23 +91,23 @@ class TierPages(Generic[T]):
         assert self._listener is not None
         end = node.num_pages
         if self.resumable is not None:
-            end = sum(map(self.resumable.is_told, node.digests))  # the first so many
+            end = sum(map(self.resumable.is_announced, node.digests))  # the first so many
         if end:
             self._listener.stored(self._tier, *_run(node, 0, end))
 
-    def _tell(self, parent: bytes | None, digests: list[bytes], key: bytes) -> None:
+    def _announce(self, parent: bytes | None, digests: list[bytes], key: bytes) -> None:
         self.events.publish(digests)
         if self._listener is not None:
             self._listener.stored(self._tier, parent, digests, key)
 
-    def _untell(self, digests: list[bytes]) -> None:
+    def _retract(self, digests: list[bytes]) -> None:
         self.events.remove(digests)
         if self._listener is not None:
             self._listener.removed(self._tier, digests)
 
     def require_tails(self) -> ResumablePages:
         """Tells from now on only pages with a tail at or behind them; returns the place to record tails."""
-        self.resumable = ResumablePages(self._tell, self._untell)
+        self.resumable = ResumablePages(self._announce, self._retract)
         return self.resumable
 
     def free(self, pages: Int32Array, last_step: NDArray[np.int64] | int) -> None:
