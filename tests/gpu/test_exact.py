@@ -13,8 +13,10 @@ from torch import Tensor
 
 from hiserve import LLM, SamplingParams
 from hiserve.attention.exact_triton import ExactTritonAttention
+from hiserve.attention.triton import TritonAttention
 from hiserve.kernels import exact, exact_linear
 from hiserve.kernels.parts_triton import summed
+from hiserve.sampling.sampler import pack_scores
 from tests.helpers.attention import Case
 from tests.helpers.cache_paths import check
 from tests.helpers.dialogues import trained
@@ -66,7 +68,7 @@ def test_a_token_has_the_same_bits_from_its_experts_whoever_else_asks_them() -> 
         assert torch.equal(some, whole[-rows:]), rows
 
 
-@pytest.mark.parametrize(("head_dim", "group"), [(64, 4), (128, 4), (128, 7), (256, 2)])
+@pytest.mark.parametrize(("head_dim", "group"), [(64, 4), (100, 4), (128, 4), (128, 7), (256, 2)])
 @pytest.mark.parametrize("window", [None, 300])
 def test_a_query_has_the_same_bits_in_every_chunk(head_dim: int, group: int, window: int | None) -> None:
     """The last tokens of a row of three segments: alone, as drafts, as chunks, and beside other rows, long and short."""
@@ -92,6 +94,24 @@ def test_a_query_has_the_same_bits_in_every_chunk(head_dim: int, group: int, win
         part.q[:new] = whole.q[-new:]
         part.k[:new], part.v[:new] = whole.k[-new:], whole.v[-new:]
         assert torch.equal(part.run(ExactTritonAttention(part.shape))[:new], expected[-new:]), (new, beside)
+
+
+@pytest.mark.parametrize("kind", [TritonAttention, ExactTritonAttention])
+def test_prompts_of_heads_that_are_no_multiple_of_16_bytes_are_those_of_the_oracle(kind: type[TritonAttention]) -> None:
+    """Prompts without a prefix and behind one; the copy engine cannot load such heads."""
+    case = Case(((300, 200), (0, 400)), head_dim=100, group=4, dtype=BF16, device=DEVICE)
+    case = segmented(case) if kind is ExactTritonAttention else case
+    torch.testing.assert_close(case.run(kind(case.shape)).cpu().double(), case.oracle()[0], atol=3e-2, rtol=3e-2)
+
+
+@pytest.mark.parametrize("vocab_size", [50_257, 3001, 128_256])
+def test_a_score_has_the_same_bits_at_every_place_of_a_batch(vocab_size: int) -> None:
+    """Rows of 50,257 numbers begin at other places within 16 bytes."""
+    logits, tokens = randn(1, vocab_size, seed=10).repeat(130, 1), torch.full((130,), 7, device=DEVICE)
+    for dtype in (BF16, torch.float32):
+        found = pack_scores(logits.to(dtype), tokens, 5)
+        assert torch.equal(found, found[:1].expand_as(found)), dtype
+        assert torch.equal(pack_scores(logits[3:4].to(dtype), tokens[:1], 5), found[:1])
 
 
 def segmented(case: Case) -> Case:

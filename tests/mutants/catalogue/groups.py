@@ -6,7 +6,7 @@ from hiserve.engine import executor, joined_acks, rank, ranks, step_exchanges
 from hiserve.models import decoder, shard_weights, shards, weights
 from tests.e2e import test_rank_processes, test_tensor_parallel
 from tests.unit.distributed import test_collectives, test_shard
-from tests.unit.engine import test_joined_acks, test_rank_memory, test_ranks
+from tests.unit.engine import test_executor_faults, test_joined_acks, test_rank_memory, test_ranks
 from tests.unit.models import test_shards
 
 with layers.Embedding._of_all, test_tensor_parallel.test_a_group_has_the_tokens_of_one["preemption-eagle3-auto-1-2"]:
@@ -73,3 +73,11 @@ with collectives._open, test_collectives.test_a_group_listens_on_loopback_alone:
     "S13: gloo listens on all interfaces"
     dist.ProcessGroupGloo.create_device(hostname=LOOPBACK)
     dist.ProcessGroupGloo.create_device(hostname="0.0.0.0")
+with executor.Executor._launch_draw[1], test_executor_faults.test_exchanges_that_a_failed_half_owes_are_launched_like_a_step:
+    "S7: what a failed half owes to other ranks is launched on another stream"
+    self._launching()
+    nullcontext()
+with rank.Follower.settle, test_ranks.test_a_rank_waits_for_each_load_of_a_step_though_the_first_rank_has_seen_it_end["Action.REPLAY-waits0"]:
+    "S6: a rank waits for the loads alone that the first rank waits for"
+    plan.waits
+    decision.loads

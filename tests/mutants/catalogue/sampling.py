@@ -1,7 +1,7 @@
 """Sampling: filters, noise, rows that share a batch."""
 
 from hiserve.sampling import params, sampler
-from tests.unit.sampling import test_params, test_reference, test_sampler
+from tests.unit.sampling import test_params, test_reference, test_sampler, test_score_packing
 
 with params.SamplingRows.write, test_params.test_a_row_forgets_its_last_tenant:
     "INV 19: a row keeps the sampling parameters of its last request"
@@ -19,3 +19,7 @@ with sampler._scaled, test_sampler.test_a_tiny_temperature_is_greedy_in_effect:
     "a tiny temperature divides by zero"
     draws.temperature.to(logits.dtype).clamp_(min=torch.finfo(logits.dtype).tiny)
     draws.temperature.to(logits.dtype)
+with sampler.aligned, test_score_packing.test_rows_of_logits_begin_at_multiples_of_16_bytes_when_they_are_summed["333"]:
+    "INV 85: the sum of a row's scores depends on its place in the batch"
+    -logits.shape[1] % 4
+    0

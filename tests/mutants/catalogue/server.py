@@ -2,7 +2,7 @@
 
 from hiserve.commands import serve
 from hiserve.core import request
-from hiserve.server import engine_handle
+from hiserve.server import engine_handle, routes
 from hiserve.server.http import auth, connection, streaming, tracing
 from hiserve.server.management import admin, debug
 from hiserve.server.messages import format as messages_format
@@ -279,3 +279,7 @@ with seeds.Seeds.draw, test_resumption.test_requests_of_one_id_draw_one_seed_on_
     "INV 91: whoever knows an id knows the seed"
     self._key
     bytes(32)
+with routes.FrontEnd.draw_seed, test_resumption.test_requests_of_two_callers_with_one_id_have_seeds_of_their_own:
+    "INV 91: a caller who knows another's request id draws its seed"
+    tag_of(request)
+    request.state.request_id

@@ -13,6 +13,7 @@ from hiserve.cache.storage import (
     store_directory,
     store_transfers,
     transfer,
+    valkey_store,
 )
 from hiserve.core import machine
 from hiserve.engine import build
@@ -160,3 +161,7 @@ with store_address._read_shared_secret, test_open_store.test_a_store_on_the_netw
     "INV 94: others may read the secret"
     status.st_mode & 0o077
     0
+with valkey_store.ValkeyStore._use, test_valkey_store.test_the_start_of_a_prefix_is_used_last_so_that_its_end_is_evicted_first:
+    "S17: servers evict the start of a prefix before its end"
+    keys[::-1]
+    keys
