@@ -53,20 +53,13 @@ class PairedAttention:
 
     def __init__(self, decoding: Attention, prompts: Attention, has_prompts: Callable[[], bool] = lambda: True) -> None:
         self.needs_host_lengths = decoding.needs_host_lengths
+        self.captured, self.ragged = decoding.captured, decoding.ragged  # such graphs compute prompts too
         self._decoding = decoding
         self._prompts = prompts
         self._num_tokens = 0  # of the rows that decode
         self._may_split = has_prompts
         self._is_split = False  # never reset
         self._has_prompts = False
-
-    def captured(self, num_rows: int, width: int) -> Attention | None:
-        """Returns the one of ``decoding``."""
-        return self._decoding.captured(num_rows, width)
-
-    def ragged(self) -> Attention | None:
-        """Returns the one of ``decoding``, which also computes prompts in such graphs."""
-        return self._decoding.ragged()
 
     def plan(self, inputs: ForwardInputs) -> None:
         """Plans the parts that are not empty; a part that is the whole batch needs no launch."""

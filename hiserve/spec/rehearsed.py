@@ -14,7 +14,7 @@ import torch
 from numpy.typing import NDArray
 
 from hiserve.config.settings import TreeShape
-from hiserve.core.drafts import DraftChain, DraftStep, Proposer
+from hiserve.core.drafts import DraftChain, Proposer
 from hiserve.kernels.step_ops import RowTensors
 from hiserve.sampling.params import SamplingRows
 
@@ -69,22 +69,12 @@ class RehearsedProposer:
         self, proposer: Proposer, replies: RehearsedReplies, state: RowTensors, sampling: SamplingRows
     ) -> None:
         self.aux_layers = proposer.aux_layers
+        self.tree_of, self.is_capturable = proposer.tree_of, proposer.is_capturable
+        self.prepare, self.extend, self.update_only = proposer.prepare, proposer.extend, proposer.update_only
         self._proposer = proposer
         self._replies = replies
         self._state = state
         self._sampling = sampling
-
-    def tree_of(self, num_draft: int) -> TreeShape | None:
-        """As the other one."""
-        return self._proposer.tree_of(num_draft)
-
-    def is_capturable(self, num_rows: int, width: int) -> bool:
-        """As the other one."""
-        return self._proposer.is_capturable(num_rows, width)
-
-    def prepare(self, step: DraftStep) -> DraftChain | None:
-        """As the other one."""
-        return self._proposer.prepare(step)
 
     def draft(self, chain: DraftChain, tree: TreeShape | None, *, is_greedy: bool) -> None:
         """Lets the other one draw and write its draft, then writes over it."""
@@ -97,11 +87,3 @@ class RehearsedProposer:
         has_slot = chain.legal & (positions < tokens.shape[1])
         flat = torch.where(has_slot, chain.rows * tokens.shape[1] + positions, 0)
         tokens.view(-1).scatter_(0, flat, torch.where(has_slot, recorded, 0))
-
-    def extend(self, chain: DraftChain) -> None:
-        """As the other one, after the draft that was written."""
-        self._proposer.extend(chain)
-
-    def update_only(self, step: DraftStep) -> None:
-        """As the other one."""
-        self._proposer.update_only(step)
