@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass, field
 from enum import Enum
 from typing import Protocol
 
@@ -24,6 +25,7 @@ class TailPools(Protocol):
         """Charges an account for a tail, in place of the one before."""
 
 
+@dataclass(slots=True, eq=False)
 class Tail:
     """What a request reads that is resumed at a boundary, beside the history before it, or the images of it.
 
@@ -47,38 +49,25 @@ class Tail:
         num_retained: Frames that count in the quota of its account.
     """
 
-    __slots__ = (
-        "_pools",
-        "account",
-        "at",
-        "device_ready_op",
-        "frames",
-        "host_ready_op",
-        "is_provisional",
-        "is_uploading",
-        "last_used",
-        "node",
-        "num_retained",
-        "pages",
-        "priority",
-        "retained_until_s",
-        "slots",
-    )
+    node: Node
+    at: int
+    last_used: int
+    _pools: TailPools
+    pages: Int32Array | None = None
+    slots: Int32Array = field(default_factory=lambda: NO_PAGES)
+    frames: Int32Array | None = None
+    device_ready_op: int = 0
+    host_ready_op: int = 0
+    priority: int = field(init=False)
+    account: bytes = field(init=False)
+    is_uploading: bool = False
+    is_provisional: bool = False
+    retained_until_s: int = 0
+    num_retained: int = 0
 
-    def __init__(self, node: Node, at: int, last_used: int, pools: TailPools) -> None:
-        self.node = node
-        self.at = at
-        self.pages: Int32Array | None = None
-        self.slots: Int32Array = NO_PAGES
-        self.frames: Int32Array | None = None
-        self.device_ready_op = 0
-        self.host_ready_op = 0
-        self.last_used = last_used
-        self.priority = node.priority
-        self.account = node.account
-        self.retained_until_s = self.num_retained = 0
-        self.is_provisional = self.is_uploading = False
-        self._pools = pools
+    def __post_init__(self) -> None:
+        """Takes priority and account of its node."""
+        self.priority, self.account = self.node.priority, self.node.account
 
     @property
     def is_open(self) -> bool:
@@ -158,6 +147,7 @@ class NodeState(Enum):
     L = "on the way to the device"
 
 
+@dataclass(slots=True, eq=False)
 class Node:
     """A run of whole pages below a common prefix. A tier has all of its pages, or none.
 
@@ -188,60 +178,33 @@ class Node:
         tails: What requests read that are resumed at boundaries in this node; closed ones may be among them.
     """
 
-    __slots__ = (
-        "account",
-        "children",
-        "device_ready_op",
-        "digests",
-        "host_pages",
-        "host_ready_op",
-        "is_queued",
-        "is_spare",
-        "is_wanted",
-        "key",
-        "last_used",
-        "num_device_children",
-        "num_host_children",
-        "num_host_locks",
-        "num_locks",
-        "num_pages",
-        "pages",
-        "parent",
-        "priority",
-        "retained_until_s",
-        "tails",
-        "written_step",
-    )
+    key: bytes
+    pages: Int32Array
+    digests: list[bytes]
+    parent: Node | None
+    num_pages: int = field(init=False)
+    host_pages: Int32Array = field(default_factory=lambda: NO_PAGES)
+    device_ready_op: int = 0
+    host_ready_op: int = 0
+    children: dict[bytes, Node] = field(default_factory=dict)
+    num_device_children: int = 0
+    num_host_children: int = 0
+    num_locks: int = 0
+    num_host_locks: int = 0
+    last_used: int = 0
+    priority: int = 0
+    retained_until_s: int = 0
+    is_queued: bool = False
+    is_wanted: bool = False
+    is_spare: bool = False
+    account: bytes = field(init=False)
+    written_step: int = 0
+    tails: Tails | None = None
 
-    def __init__(
-        self,
-        key: bytes,
-        pages: Int32Array,
-        digests: list[bytes],
-        parent: Node | None,
-    ) -> None:
-        self.key = key
-        self.num_pages = len(digests) if parent is not None else 0
-        self.pages = pages
-        self.host_pages = NO_PAGES
-        self.device_ready_op = 0
-        self.host_ready_op = 0
-        self.digests = digests
-        self.parent = parent
-        self.children: dict[bytes, Node] = {}
-        self.num_device_children = 0
-        self.num_host_children = 0
-        self.num_locks = 0
-        self.num_host_locks = 0
-        self.last_used = 0
-        self.priority = 0
-        self.retained_until_s = 0
-        self.is_queued = False
-        self.is_wanted = False
-        self.is_spare = False
-        self.account: bytes = parent.account if parent is not None else b""
-        self.written_step = 0
-        self.tails: Tails | None = None
+    def __post_init__(self) -> None:
+        """Takes the account of its parent."""
+        self.num_pages = 0 if self.parent is None else len(self.digests)
+        self.account = b"" if self.parent is None else self.parent.account
 
     @property
     def is_root(self) -> bool:
