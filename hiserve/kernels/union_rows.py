@@ -105,11 +105,3 @@ def slots_behind_first(source: RangeRows, kv_lens: Tensor, qo_indptr: Tensor) ->
     slots = slots_of(replace(source, positions=positions))
     slots[:, 0].masked_fill_(positions < source.window, -1)
     return slots
-
-
-def slots_at_ends(source: RangeRows) -> Tensor:
-    """Returns the slot of the row that ends with each token, int64 ``[T]``; 0, which belongs to no row, where none does."""
-    row, offset = source.positions // source.ratio, source.positions % source.ratio
-    is_end = offset == source.ratio - 1
-    pages = source.table[source.token_rows, torch.where(is_end, row // source.page_rows, 0)].long()
-    return torch.where(is_end, pages * source.page_rows + row % source.page_rows, 0)

@@ -14,7 +14,8 @@ from hiserve.core.row_shapes import PackedPages, packed_key, packed_row
 from hiserve.engine.host_loads import LoadCostModel
 from hiserve.kernels import compressed_reference
 from hiserve.kernels.row_codecs import load_packed, store_packed
-from hiserve.kernels.union_rows import RangeRows, slots_at_ends
+from hiserve.kernels.union_rows import RangeRows
+from tests.helpers.compressed_cases import slots_at_ends
 from tests.helpers.compressed_models import SHAPE, PoisonedPool, add_stream_head, poison, save_compressed
 from tests.helpers.compressed_oracle import PAGE, SETTINGS, expected_logits, prompts_of
 from tests.helpers.models import Engine

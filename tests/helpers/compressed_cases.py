@@ -244,3 +244,11 @@ def made_by_hand(values: Tensor, scores: Tensor, how: Compression, turns: Tensor
             turned[even], turned[even + 1] = found.real, found.imag
         rows.append(turned)
     return torch.stack(rows) if rows else values.new_zeros((0, width))
+
+
+def slots_at_ends(source: RangeRows) -> Tensor:
+    """Returns the slot of the row that ends with each token, int64 ``[T]``; 0, which belongs to no row, where none does."""
+    row, offset = source.positions // source.ratio, source.positions % source.ratio
+    is_end = offset == source.ratio - 1
+    pages = source.table[source.token_rows, torch.where(is_end, row // source.page_rows, 0)].long()
+    return torch.where(is_end, pages * source.page_rows + row % source.page_rows, 0)

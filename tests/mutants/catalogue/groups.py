@@ -77,7 +77,10 @@ with executor.Executor._launch_draw[1], test_executor_faults.test_exchanges_that
     "S7: what a failed half owes to other ranks is launched on another stream"
     self._launching()
     nullcontext()
-with rank.Follower.settle, test_ranks.test_a_rank_waits_for_each_load_of_a_step_though_the_first_rank_has_seen_it_end["Action.REPLAY-waits0"]:
+with (
+    rank.Follower.settle,
+    test_ranks.test_a_rank_waits_for_each_load_of_a_step_though_the_first_rank_has_seen_it_end["Action.REPLAY-waits0"],
+):
     "S6: a rank waits for the loads alone that the first rank waits for"
     plan.waits
     decision.loads

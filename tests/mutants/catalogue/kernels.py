@@ -240,7 +240,11 @@ with parts_triton.load_delta, test_fused.test_fused_kernels_compute_what_their_t
     "a norm does not round the sum of parts before it adds it to the residual stream"
     total.to(dtype)
     total
-with attention_extend.head_blocks, test_exact_attention.test_the_bits_of_a_query_depend_on_its_row_alone["limits"], test_attention_extend.test_equals_the_oracle_and_follows_no_entry_that_a_row_does_not_own["edges"]:
+with (
+    attention_extend.head_blocks,
+    test_exact_attention.test_the_bits_of_a_query_depend_on_its_row_alone["limits"],
+    test_attention_extend.test_equals_the_oracle_and_follows_no_entry_that_a_row_does_not_own["edges"],
+):
     "kernel: the copy engine is to load heads that are no multiple of 16 bytes"
     x.shape[2] * x.itemsize % 16
     False

@@ -11,8 +11,8 @@ from torch.testing import assert_close
 
 from hiserve.kernels import union_reference
 from hiserve.kernels.union_reference import attend, choose_rows, merge
-from hiserve.kernels.union_rows import ChosenRows, RangeRows, RowSource, slots_at_ends, slots_of
-from tests.helpers.compressed_cases import Step
+from hiserve.kernels.union_rows import ChosenRows, RangeRows, RowSource, slots_of
+from tests.helpers.compressed_cases import Step, slots_at_ends
 
 WIDE = torch.float64
 STEP = Step(cached=(0, 37, 5, 90), new=(9, 1, 3, 6))
