@@ -136,7 +136,6 @@ class Executor:
         return acks if self._group is None else self._group.join_acks(acks)
 
     def take_found(self) -> list[StoreEnds]:
-        """Returns the answers to lookups in the store since the last call."""
         return [] if self._tier_transfers is None else self._tier_transfers.take_found()
 
     def store_stats(self) -> StoreStats | None:
@@ -144,11 +143,9 @@ class Executor:
         return None if self._tier_transfers is None else self._tier_transfers.store_stats()
 
     def gate_counts(self) -> GateCounts:
-        """Returns the gate's decisions until now: decision -> reason -> steps."""
         return self._decisions.counts()
 
     def last_decision(self) -> tuple[int, str]:
-        """Returns the latest step that passed the gate, and the decision in words; touches no device."""
         return self._decisions.last()
 
     def decision_of(self, step_id: int) -> tuple[str, str]:
@@ -156,7 +153,6 @@ class Executor:
         return self._decisions.of(step_id)
 
     def clear_store(self) -> None:
-        """Begins to empty the store beyond the host; there must be one."""
         assert self._tier_transfers is not None, "there is no store to empty"
         self._tier_transfers.clear_store()
 
