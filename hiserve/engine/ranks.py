@@ -287,10 +287,15 @@ class Ranks:
             return
         how = rank.how_it_ended()
         with self._heard:
-            self._lost = self._lost or EngineError(f"rank {rank.number} of the group has ended ({how}).")
+            self._lose(EngineError(f"rank {rank.number} of the group has ended ({how})."))
             self._heard.notify_all()
-        logger.error("%s", self._lost.message)  # this process may end before anybody asks
         self._on_lost()
+
+    def _lose(self, error: HiserveError) -> None:
+        """Records the first error that ends the group, and logs it: this process may end before any thread asks for it."""
+        if self._lost is None:
+            self._lost = error
+            logger.error("%s", error.message)
 
     def _take(self, rank: RankProcess, message: FromRank) -> None:
         match message:
@@ -304,4 +309,4 @@ class Ranks:
                 self._acks.add(acks)
                 self._num_ready_pages[rank.number] = num_ready
             case Farewell(text, code, trace):
-                self._lost = self._lost or to_error(code, f"rank {rank.number}: {text}", trace)
+                self._lose(to_error(code, f"rank {rank.number}: {text}", trace))
