@@ -33,7 +33,7 @@ def timed(call: Callable[[], int], count: int) -> tuple[float, float]:
 def round_of(store: ValkeyStore, size: int, number: int) -> dict[str, float]:
     """Returns the figures of one batch of pages."""
     count = max(1, BATCH_BYTES // size)
-    keys = [number.to_bytes(8, "big") + index.to_bytes(24, "big") for index in range(count)]
+    keys = [b"".join(each.to_bytes(8, "big") for each in (size, number, index, 0)) for index in range(count)]
     pages = [memoryview(bytearray(os.urandom(4096) * (size // 4096))) for _ in keys]
     blanks = [memoryview(bytearray(size)) for _ in keys]
     put_s, put_cpu_s = timed(lambda: store.put(keys, pages), count)
