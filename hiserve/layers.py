@@ -142,7 +142,7 @@ class RMSNorm:
     Attributes:
         weight: ``[n]``, of the type of the states, or float32 to round only the product.
         eps: Added to the mean square.
-        exchange: Of a rank that computes a part of each ``delta``; None computes it whole.
+        exchange: Of a rank that computes a part of each ``delta`` and output; None computes them whole.
         reader: The weight of the only projection that reads ``inputs``, if it is quantized.
     """
 
@@ -155,6 +155,10 @@ class RMSNorm:
     def __call__(self, x: Tensor) -> Tensor:
         """Norms ``[T, n]``."""
         return self.ops.rms_norm(x, self.weight, self.eps)
+
+    def output(self, x: Tensor) -> Tensor:
+        """Norms the output of a block, ``[T, n]``, of which a rank computes a part; it may be overwritten."""
+        return self(x if self.exchange is None else self.exchange.sum(x))
 
     def add(self, delta: Summand, residual: Tensor) -> Tensor:
         """Adds ``delta`` to ``residual`` in place, both ``[T, n]``, and norms the sum."""

@@ -11,7 +11,12 @@ from hiserve.errors import ConfigError
 
 VISIBLE_DEVICES = "CUDA_VISIBLE_DEVICES"  # CUDA's own variable: the devices that a process sees, in order
 
-NCCL_INTERFACE = "NCCL_SOCKET_IFNAME"
+_NCCL = {
+    "NCCL_SOCKET_IFNAME": "lo",  # ranks are processes of one host
+    "NCCL_RAS_ENABLE": "0",  # no port for its reports
+    # A rank may issue an exchange by itself that others have in a graph: both must be the same to NCCL.
+    "NCCL_GRAPH_REGISTER": "0",
+}
 
 
 def choose_devices(options: Options, num_found: int, *, on_cpu: bool) -> tuple[int, ...]:
@@ -95,9 +100,10 @@ def environment_with(devices: Sequence[int], environ: Mapping[str, str] = os.env
     return {**environ, VISIBLE_DEVICES: ",".join(shown)}
 
 
-def keep_on_loopback(environ: MutableMapping[str, str] = os.environ) -> None:
-    """Has NCCL, which reads its settings in the environment, connect ranks on loopback, unless the user has chosen an interface."""
-    environ.setdefault(NCCL_INTERFACE, "lo")
+def prepare_nccl(environ: MutableMapping[str, str] = os.environ) -> None:
+    """Writes NCCL's settings, which it reads in the environment, unless the user has."""
+    for name, value in _NCCL.items():
+        environ.setdefault(name, value)
 
 
 def _numbers(given: str) -> tuple[int, ...]:

@@ -201,11 +201,13 @@ class _Worker:
         """Raises ``ResourceError`` if not even the weights fit."""
         if self._room > 0:
             return
-        on_cpu = self._chosen.on_cpu
+        parallel = self._chosen.given.parallel
+        who, share_memory = "worker" if parallel.tp == 1 else "rank", self._chosen.on_cpu and parallel.replicas > 1
         raise ResourceError(
             f"the weights need {_gib(self.free - self._room)} as {self._chosen.model.dtype} but {_gib(self.free)} are free "
-            f"for each worker. {'Lower --replicas, u' if on_cpu else 'U'}se a narrower --dtype or a smaller model.",
-            param="replicas" if on_cpu and self._num_ranks > 1 else "dtype",
+            f"for each {who}. {'Lower --replicas, u' if share_memory else 'U'}se a narrower --dtype or a smaller model"
+            f"{'' if self._chosen.on_cpu else ', or raise --tp'}.",
+            param="replicas" if share_memory else "dtype",
         )
 
     def size_pool(self) -> tuple[int, int, dict[str, str]]:
@@ -340,11 +342,11 @@ class _Worker:
         given, page, where = self._cache.host_cache_gib, self.page_bytes, "memory"
         if self._cache.disable_prefix_cache:
             return 0.0, "the prefix cache is disabled"
-        if self._chosen.given.parallel.tp > 1 and (self._cache.store or self._cache.host_cache_name) is not None:
+        if self._chosen.given.parallel.tp > 1 and self._cache.host_cache_name is not None:
             raise ConfigError(
-                f"--tp is {self._chosen.given.parallel.tp}, and the host cache of a group ends with it: leave out --store and "
-                "--host-cache-name.",
-                param="store" if self._cache.store is not None else "host_cache_name",
+                f"--tp is {self._chosen.given.parallel.tp}, and the host cache of a group ends with it. Leave --host-cache-name out; "
+                "--store keeps pages.",
+                param="host_cache_name",
             )
         shares = self._host_shares(pages * page, room)
         if self._cache.host_cache_name is not None:

@@ -17,7 +17,7 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor
 
-from hiserve.core.devices import keep_on_loopback
+from hiserve.core.devices import prepare_nccl
 from hiserve.distributed.exchange import Exchanged
 from hiserve.distributed.shard import Shard
 from hiserve.kernels.ops import Ops, ops_for
@@ -42,6 +42,7 @@ class Collectives:
         self._group: Any = _open(shard, device, rendezvous)
         self._is_paused = False
         self._left: deque[Exchanged] | None = None  # what is expected, if it is known
+        self._recorded: list[Exchanged] | None = None  # while a graph is captured
         # On the current stream, so that a graph can hold them.
         self._reduce = dist.AllreduceOptions()
         self._gather = dist.distributed_c10d.AllgatherOptions()  # type: ignore[attr-defined]
@@ -53,8 +54,8 @@ class Collectives:
 
     def sum(self, x: Tensor) -> Tensor:
         if x.numel() and not self._is_paused:
-            self._note("sum", x, x.shape[-1])
-            self._group.allreduce([x], self._reduce).wait()
+            self._note(Exchanged("sum", x.shape[0], x.shape[-1], x.dtype))
+            self._all_reduce(x)
         return x
 
     def gather_columns(self, x: Tensor, size: int) -> Tensor:
@@ -65,8 +66,9 @@ class Collectives:
             x = F.pad(x, (0, share - x.shape[1]), value=-torch.inf)
         parts = x.new_empty((self.shard.size * x.shape[0], share))
         if not self._is_paused:
-            self._note("gather", x, size)
-            self._group._allgather_base(parts, x.contiguous(), self._gather).wait()
+            x = x.contiguous()
+            self._note(Exchanged("gather", x.shape[0], size, x.dtype))
+            self._all_gather(parts, x)
         return parts.view(self.shard.size, -1, share).transpose(0, 1).reshape(x.shape[0], -1)[:, :size]
 
     def expect(self, exchanges: Sequence[Exchanged] | None) -> None:
@@ -82,12 +84,32 @@ class Collectives:
                 begin, end = self.shard.tokens(columns)
                 self.gather_columns(torch.zeros((rows, end - begin), dtype=dtype, device=self._device), columns)
 
-    def _note(self, kind: str, x: Tensor, columns: int) -> None:
+    def begin_graph(self) -> None:
+        self._recorded = []
+
+    def end_graph(self) -> tuple[Exchanged, ...]:
+        recorded, self._recorded = self._recorded, None
+        return tuple(recorded or ())
+
+    def replayed(self, exchanges: Sequence[Exchanged]) -> None:
+        for exchanged in exchanges:
+            self._note(exchanged)
+
+    def _note(self, exchanged: Exchanged) -> None:
         """Checks that an exchange is the one that all ranks expect."""
-        if self._left is not None:
-            issued = (kind, x.shape[0], columns, x.dtype)
-            assert self._left and self._left[0] == issued, f"{issued} in place of {next(iter(self._left), 'none')}"
+        if self._recorded is not None:
+            self._recorded.append(exchanged)
+        elif self._left is not None:
+            assert self._left and self._left[0] == exchanged, (
+                f"{exchanged} in place of {next(iter(self._left), 'none')}"
+            )
             self._left.popleft()
+
+    def _all_reduce(self, x: Tensor) -> None:
+        _finish(self._group.allreduce([x], self._reduce))
+
+    def _all_gather(self, parts: Tensor, x: Tensor) -> None:
+        _finish(self._group._allgather_base(parts, x, self._gather))
 
     @contextmanager
     def paused(self) -> Iterator[None]:
@@ -97,15 +119,26 @@ class Collectives:
         finally:
             self._is_paused = False
 
+    def abort(self) -> None:
+        # Connections of gloo end with the process at their other end; kernels of NCCL wait for it.
+        if self._device.type == "cuda" and self._group is not None:
+            self._group.abort()
+
     def close(self) -> None:
         self._group = None
+
+
+def _finish(work: Any) -> None:
+    """Waits for a collective of gloo; one that NCCL has put on the current stream is None."""
+    if work is not None:
+        work.wait()
 
 
 def _open(shard: Shard, device: torch.device, rendezvous: Path) -> Any:
     store = dist.FileStore(str(rendezvous), shard.size)  # type: ignore[attr-defined]
     timeout = timedelta(seconds=JOIN_S)
     if device.type == "cuda":
-        keep_on_loopback()
+        prepare_nccl()
         options = dist.ProcessGroupNCCL.Options()
         options._timeout = timeout
         return dist.ProcessGroupNCCL(store, shard.rank, shard.size, options)

@@ -47,5 +47,17 @@ class Exchange(Protocol):
     def paused(self) -> AbstractContextManager[None]:
         """Within, nothing is exchanged, and results are undefined: for steps that not all ranks run, as they only compile kernels."""
 
+    def begin_graph(self) -> None:
+        """Begins to note exchanges: a graph is captured, which holds them."""
+
+    def end_graph(self) -> tuple[Exchanged, ...]:
+        """Ends that; returns what was noted since."""
+
+    def replayed(self, exchanges: Sequence[Exchanged]) -> None:
+        """Says that a graph that holds these was launched."""
+
+    def abort(self) -> None:
+        """Ends exchanges that wait for a rank that has ended, with undefined results; from any thread. None follows."""
+
     def close(self) -> None:
         """Leaves the group. No exchange follows."""

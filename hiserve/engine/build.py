@@ -14,8 +14,6 @@ from hiserve.cache.index.prefix_cache import HostAdmission, PrefixCache, TailSiz
 from hiserve.cache.storage.device import DevicePool
 from hiserve.cache.storage.host import HostPool
 from hiserve.cache.storage.segment import Segment
-from hiserve.cache.storage.store_address import open_store
-from hiserve.cache.storage.store_transfers import StoreTransfers
 from hiserve.config.settings import Settings
 from hiserve.core.digest import chain_of
 from hiserve.core.machine import free_cuda_bytes
@@ -34,7 +32,7 @@ from hiserve.engine.ranks import Ranks, end_process
 from hiserve.engine.runner_factory import MakeProposer, open_proposer, prepare_runners
 from hiserve.engine.startup import await_memory
 from hiserve.engine.step_exchanges import StepExchanges
-from hiserve.engine.tier_transfers import TierTransfers, make_host_pool, make_transfers
+from hiserve.engine.tier_transfers import TierTransfers, make_host_pool, make_transfers, open_beyond
 from hiserve.errors import ConfigError
 from hiserve.grammar.matcher import Vocabulary
 from hiserve.models.model_config import ModelConfig
@@ -159,7 +157,7 @@ def _executor(
     runners: Dispatch, half: LoadedHalf, tier_transfers: TierTransfers | None, ranks: Ranks | None, *, threaded: bool
 ) -> Executor:
     exchange = half.model.exchange
-    exchanges = None if exchange is None else StepExchanges(exchange, half.model, half.head)
+    exchanges = None if exchange is None else StepExchanges(exchange, half.model, half.head, runners)
     return Executor(
         runners, half.rows, threaded=threaded, tier_transfers=tier_transfers, group=ranks, exchanges=exchanges
     )
@@ -300,9 +298,7 @@ def _tier_transfers(
         recover_host_pages(host, cache)
     transfers = make_transfers(settings.model.device, pool, host)
     undo.callback(transfers.close)
-    beyond = None
     with phase(startup_s, "open store"):
-        if (store := open_store(settings.cache)) is not None:
-            beyond = StoreTransfers(store, host, wake=transfers.wake)
+        if (beyond := open_beyond(settings, host, transfers)) is not None:
             undo.callback(beyond.close)
     return TierTransfers(transfers, host, beyond, linger_s=0.0 if settings.cache.host_cache_name is None else LINGER_S)

@@ -35,6 +35,7 @@ T = TypeVar("T")
 _Begun = LaunchedStep | Draw | DeviceOutput
 # The work of a launched step on CUDA: its outcome, the host memory that gets a copy, and the event after the copy.
 _Launched = tuple[DeviceOutput, Tensor, torch.cuda.Event]
+_Outcome = _Launched | StepResult
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -89,18 +90,14 @@ class Executor:
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="hiserve-executor") if needs_thread else None
         self._undrawn: _Undrawn | None = None
         self._half: _Begun | None = None  # of that step, in the thread that executes it
-        self._drafts = torch.empty(
-            (rows.known_len.shape[0], rows.max_draft), dtype=torch.int32, pin_memory=self._stream is not None
-        )
+        size = rows.known_len.shape[0], rows.max_draft
+        self._drafts = torch.empty(size, dtype=torch.int32, pin_memory=self._stream is not None)
         self._are_copied = None if self._stream is None else torch.cuda.Event(blocking=True)  # type: ignore[no-untyped-call]
         self._decisions = DecisionLog(MAX_IN_FLIGHT)
         self._is_replay = False  # of the step that is launched now
 
     def submit(self, plan: BatchPlan) -> Future[StepResult]:
-        """Runs or launches a step after those submitted before. An exception inside it is raised by ``result()``.
-
-        Of a step that awaits masks only the forward; ``draw`` must be called before anything else is submitted.
-        """
+        """Runs or launches a step, or its first half, after those submitted before; ``result()`` raises an exception inside it."""
         assert self._undrawn is None, f"step {plan.step_id} was submitted before the draw of the step before it"
         if not plan.awaits_masks:
             return self._collect(plan, self._execute(plan, self._launch))
@@ -165,7 +162,9 @@ class Executor:
     def close(self) -> None:
         """Finishes the submitted steps and ends the threads."""
         if self._thread is not None:
-            self._thread.shutdown(wait=True)
+            self._thread.shutdown()
+        if self._stream is not None and self._group is not None:
+            self._stream.synchronize()  # drafts after the last result, which exchange too
         self._runners.close()  # before the group: NCCL waits for the end of graphs that hold its exchanges
         if self._group is not None:
             self._group.close()
@@ -204,26 +203,31 @@ class Executor:
         else:
             return self._join(plan, done) if isinstance(done, StepResult) else done
         # The error is gone, and with it the tensors of its frames. Launched work may still run: copies come after it.
+        self._abandon(plan, owes_drafts=work != self._launch_forward)
+        return self._failed(plan, fault)
+
+    def _abandon(self, plan: BatchPlan, *, owes_drafts: bool = True) -> None:
+        """Issues the exchanges that are left of a step that failed here."""
         if self._exchanges is not None:
             with self._launching():
-                self._exchanges.abandon(plan, owes_drafts=work != self._launch_forward)
-        return self._failed(plan, fault)
+                self._free_memory()  # for them
+                self._exchanges.abandon(plan, owes_drafts=owes_drafts)
 
     def _join(self, plan: BatchPlan, result: StepResult) -> StepResult:
         """Returns the result of a step, or that it failed on another rank, where its rows are undefined then."""
-        if self._group is None or not plan.rows.size:
-            return result
-        fault = self._group.fault_of(plan.step_id)
+        fault = None if self._group is None or not plan.rows.size else self._group.take_result(result)
         return result if fault is None else self._failed(plan, fault)
 
     def _failed(self, plan: BatchPlan, fault: StepFault) -> StepResult:
+        if self._group is not None:
+            self._group.void(plan.step_id)
         with self._on_stream():
             self._free_memory()
             self._step_done(plan)
         nothing = np.empty(0, dtype=np.int32)
         return StepResult(plan.step_id, counts=nothing, tokens=nothing[:, None], fault=fault)
 
-    def _launch(self, plan: BatchPlan) -> _Launched | StepResult:
+    def _launch(self, plan: BatchPlan) -> _Outcome:
         """Computes a whole step; on CUDA launches it, and the copy of its outcome."""
         with self._launching():
             return self._finish(plan, *_drawn(self._begin(plan), is_masked=False))
@@ -232,16 +236,12 @@ class Executor:
         with self._launching():
             self._half = self._begin(plan)
 
-    def _launch_draw(
-        self, forward: Future[StepResult | None], masks: MaskPlan | None, plan: BatchPlan
-    ) -> _Launched | StepResult:
+    def _launch_draw(self, forward: Future[StepResult | None], masks: MaskPlan | None, plan: BatchPlan) -> _Outcome:
         if self._group is not None:
             self._group.draw(plan.step_id, masks)
-        over = forward.result()
-        if over is not None:
-            if self._exchanges is not None and over.fault is not None:
-                with self._launching():
-                    self._exchanges.abandon(plan)
+        if (over := forward.result()) is not None:
+            if over.fault is not None:
+                self._abandon(plan)
             return over
         half, self._half = self._half, None
         assert half is not None, f"step {plan.step_id} has no forward to draw from"
@@ -309,22 +309,20 @@ class Executor:
         """On CUDA, makes the executor's stream the current one."""
         if self._stream is None:
             yield
-        else:
-            with torch.cuda.device(self._rows.device), torch.cuda.stream(self._stream):
-                yield
+            return
+        with torch.cuda.device(self._rows.device), torch.cuda.stream(self._stream):
+            yield
 
     def _free_memory(self) -> None:
         """Returns cached memory to the device, where it may be joined to larger pieces."""
         if self._stream is not None:
             torch.cuda.empty_cache()
 
-    def _finish(
-        self, plan: BatchPlan, output: DeviceOutput, launched_step: LaunchedStep | None
-    ) -> _Launched | StepResult:
+    def _finish(self, plan: BatchPlan, output: DeviceOutput, launched_step: LaunchedStep | None) -> _Outcome:
         """Copies the outcome, then drafts: the host waits for no draft. Then all writes of the step to pages are on the stream."""
         if self._stream is None:
             self._propose(plan, launched_step)
-            # A copy: a graph writes the words of its next replay into the same memory, and the result may not be read yet.
+            # A copy: a graph writes its next words into the same memory, and the result may not be read yet.
             return read_output(plan, output, output.words.numpy().copy())
         host = torch.empty(output.words.shape, dtype=torch.int32, pin_memory=True)
         host.copy_(output.words, non_blocking=True)
@@ -359,8 +357,8 @@ class Executor:
         if not plan.rows.size:
             return None
         loads = PendingLoads() if self._tier_transfers is None else self._tier_transfers.loads
-        runners = self._runners
-        return admit(plan, loads, runners.coverage, runners.facts(plan), has_moved=self._rows.has_moved)
+        coverage, facts = self._runners.coverage, self._runners.facts(plan)
+        return admit(plan, loads, coverage, facts, has_moved=self._rows.has_moved)
 
     def _run(self, plan: BatchPlan, decision: Decision) -> _Begun:
         """Runs the step or its first half, or defers it, as was decided."""

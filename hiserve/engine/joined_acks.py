@@ -36,6 +36,6 @@ class JoinedAcks:
 
 
 def _joined(acks: list[CopyAck]) -> CopyAck:
-    """Returns the first failure, or, if there is none, bytes and pages of one rank in the time of the slowest."""
-    slowest = max(ack.seconds for ack in acks)
-    return replace(next((ack for ack in acks if not ack.is_ok), acks[0]), seconds=slowest)
+    """Returns the first failure, or, if there is none, the bytes of one rank; the fewest pages, in the time of the slowest."""
+    slowest, num_pages = max(ack.seconds for ack in acks), min(ack.num_pages for ack in acks)
+    return replace(next((ack for ack in acks if not ack.is_ok), acks[0]), seconds=slowest, num_pages=num_pages)

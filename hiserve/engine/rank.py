@@ -10,6 +10,7 @@ import queue
 import signal
 import threading
 import traceback
+from collections import deque
 from collections.abc import Callable
 from concurrent.futures import Future
 from contextlib import suppress
@@ -49,7 +50,8 @@ from hiserve.engine.rank_messages import (
 from hiserve.engine.runner_factory import open_proposer, prepare_runners
 from hiserve.engine.startup import await_memory
 from hiserve.engine.step_exchanges import StepExchanges
-from hiserve.engine.tier_transfers import TierTransfers, make_host_pool, make_transfers
+from hiserve.engine.step_group import checksum_of
+from hiserve.engine.tier_transfers import TierTransfers, make_host_pool, make_transfers, open_beyond
 from hiserve.errors import EngineError, HiserveError
 from hiserve.ipc.child import die_with_parent, log_to_stderr
 from hiserve.ipc.frames import FrameSocket
@@ -69,6 +71,8 @@ class Follower:
         self._latest: Future[StepResult] | None = None
         self._num_copies = 0  # that have not ended
         self._num_ready_pages = 0  # that the first rank knows of
+        self._checksums: dict[int, int] = {}  # of steps that ended here, by step
+        self._told: deque[tuple[int, int]] = deque()  # steps that ended there, and their checksums
 
     def settle(self, plan: BatchPlan, decide: Callable[[], Decision | None]) -> Decision | None:
         """As the protocol: the verdict of the first rank."""
@@ -84,8 +88,12 @@ class Follower:
     def draw(self, step_id: int, masks: MaskPlan | None) -> None:
         """As the protocol: the first rank has told the others."""
 
-    def fault_of(self, step_id: int) -> None:
-        """As the protocol: the first rank undoes the plan, by later plans."""
+    def take_result(self, result: StepResult) -> None:
+        """As the protocol: the first rank undoes the plan, by later plans. Keeps what is compared with its own result."""
+        self._checksums[result.step_id] = checksum_of(result)
+
+    def void(self, step_id: int) -> None:
+        """As the protocol: the first rank tells nothing of such a step."""
 
     def join_acks(self, acks: list[CopyAck]) -> list[CopyAck]:
         """As the protocol: tells the first rank, for which all of them count."""
@@ -122,6 +130,7 @@ class Follower:
         self._number, self._order = order.number, order
         self._num_copies += len(order.plan.copies)
         self._check_latest()
+        self._compare(order.ended)
         self._latest = executor.submit(order.plan)
         if not order.plan.awaits_masks:
             self._tell(order)
@@ -152,6 +161,20 @@ class Follower:
         if self._latest.done():
             fault = self._latest.result().fault
         self.say(Ran(order.plan.step_id, fault))
+
+    def _compare(self, ended: list[tuple[int, int]]) -> None:
+        """Compares steps that ended on the first rank with the same ones here, which may end later (S5).
+
+        Raises:
+            EngineError: A step gave its rows something else here.
+        """
+        self._told.extend(ended)
+        while self._told and self._told[0][0] in self._checksums:
+            step_id, checksum = self._told.popleft()
+            if self._checksums[step_id] != checksum:
+                raise EngineError(f"the tokens of step {step_id} are not those of the first rank.")
+            # Also of steps before it, of which nothing is told, as they failed.
+            self._checksums = {step: kept for step, kept in self._checksums.items() if step > step_id}
 
     def _check_latest(self) -> None:
         """Raises the error of the step before, which on CUDA is known only when it has run."""
@@ -253,8 +276,11 @@ def _build(setup: Setup, exchange: Exchange, follower: Follower) -> tuple[Execut
         measure_drafts(settings, runners, half)
     segment = open_segment(settings, setup.rank)  # a group of its own has nothing to adopt
     host = None if segment is None else make_host_pool(settings, segment, half.groups)
-    tiers = None if host is None else TierTransfers(make_transfers(settings.model.device, half.pool, host), host)
-    exchanges = StepExchanges(exchange, half.model, half.head)
+    tiers = None
+    if host is not None:
+        transfers = make_transfers(settings.model.device, half.pool, host)
+        tiers = TierTransfers(transfers, host, open_beyond(settings, host, transfers, setup.rank))
+    exchanges = StepExchanges(exchange, half.model, half.head, runners)
     executor = Executor(runners, half.rows, tier_transfers=tiers, group=follower, exchanges=exchanges)
     follower.say(RankReady(runners.coverage))
     return executor, 0 if host is None else host.num_pages

@@ -31,6 +31,7 @@ class Order(msgspec.Struct, frozen=True, tag=True):
     number: int  # orders are numbered from 1, without gaps
     plan: BatchPlan
     decision: Decision | None  # None of a plan without rows
+    ended: list[tuple[int, int]] = []  # steps that ended on the first rank since the last order, and their checksums
 
 
 class DrawOrder(msgspec.Struct, frozen=True, tag=True):

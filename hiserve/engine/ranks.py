@@ -14,6 +14,7 @@ import time
 from collections import defaultdict
 from collections.abc import Callable
 from concurrent.futures import Future
+from dataclasses import replace
 from functools import reduce
 from pathlib import Path
 
@@ -21,12 +22,13 @@ import torch
 
 from hiserve.config.settings import Settings
 from hiserve.core.devices import environment_with
-from hiserve.core.plan import BatchPlan, MaskPlan, StepFault
+from hiserve.core.plan import BatchPlan, MaskPlan, StepFault, StepResult
 from hiserve.core.startup_measurements import StartupMeasurements
 from hiserve.core.transfers import CopyAck
 from hiserve.distributed.collectives import Collectives
 from hiserve.distributed.exchange import Exchange
 from hiserve.distributed.shard import Shard
+from hiserve.engine.executor import MAX_IN_FLIGHT
 from hiserve.engine.joined_acks import JoinedAcks
 from hiserve.engine.rank_messages import (
     Acked,
@@ -43,6 +45,7 @@ from hiserve.engine.rank_messages import (
     decode_from_rank,
     encode,
 )
+from hiserve.engine.step_group import checksum_of
 from hiserve.errors import ConfigError, EngineError, HiserveError, ResourceError, to_error
 from hiserve.ipc.frames import FrameSocket
 from hiserve.runners.gate import Action, Coverage, Decision, common_coverage
@@ -134,6 +137,8 @@ class Ranks:
         self._lost: HiserveError | None = None
         self._is_closing = False
         self._number = 0
+        self._ended: list[tuple[int, int]] = []  # as in ``Order``
+        self._last_void = 0  # results up to this step are not compared
         self.exchange: Exchange | None = None
         rendezvous = str(self._folder / "rendezvous")
         try:
@@ -209,7 +214,10 @@ class Ranks:
         """As the protocol: decides, and sends the order."""
         decision = decide()
         self._number += 1
-        self._send(Order(self._number, plan, decision))
+        with self._heard:
+            ended, self._ended = self._ended, []
+        # The first rank looks into the store for all of them.
+        self._send(Order(self._number, replace(plan, lookups=()) if plan.lookups else plan, decision, ended))
         if decision is not None and decision.action is Action.DEFER:
             with self._heard:
                 self._ran[plan.step_id] = [None] * len(self._ranks)
@@ -219,8 +227,9 @@ class Ranks:
         """As the protocol."""
         self._send(DrawOrder(step_id) if masks is None else DrawOrder(step_id, masks.entries, masks.masks))
 
-    def fault_of(self, step_id: int) -> StepFault | None:
+    def take_result(self, result: StepResult) -> StepFault | None:
         """As the protocol."""
+        step_id = result.step_id
         self._await(lambda: len(self._ran[step_id]) == len(self._ranks))
         with self._heard:
             faults = self._ran[step_id]
@@ -228,7 +237,14 @@ class Ranks:
                 step for step in self._ran if step <= step_id
             ]:  # also steps that failed here, which nobody asked for
                 del self._ran[step]
-        return next((fault for fault in faults if fault is not None), None)
+            fault = next((fault for fault in faults if fault is not None), None)
+            if fault is None and step_id > self._last_void:
+                self._ended.append((step_id, checksum_of(result)))
+        return fault
+
+    def void(self, step_id: int) -> None:
+        """As the protocol."""
+        self._last_void = step_id + MAX_IN_FLIGHT
 
     def join_acks(self, acks: list[CopyAck]) -> list[CopyAck]:
         """As the protocol."""
@@ -290,6 +306,8 @@ class Ranks:
             self._lose(EngineError(f"rank {rank.number} of the group has ended ({how})."))
             self._heard.notify_all()
         self._on_lost()
+        if self.exchange is not None:
+            self.exchange.abort()
 
     def _lose(self, error: HiserveError) -> None:
         """Records the first error that ends the group, and logs it: this process may end before any thread asks for it."""

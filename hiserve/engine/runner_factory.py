@@ -6,6 +6,7 @@ import logging
 import time
 from collections.abc import Callable, Sequence
 from contextlib import nullcontext
+from typing import Any
 
 import torch
 
@@ -157,7 +158,7 @@ def make_runners(
             before_capture(runners)
         return runners
     max_len = rows.max_len if runner.graph_max_len == "auto" else min(rows.max_len, runner.graph_max_len)
-    capture = Capture(rows.device)
+    capture = Capture(rows.device, model.exchange)
     buckets = row_buckets(rows.page_table.shape[0] - 1)
     drafts = None if proposer is None else DraftCapture(proposer, capture, [width - 1 for width in widths])
     full = {
@@ -166,7 +167,7 @@ def make_runners(
         )
         for width in widths
     }
-    mixed = piecewise = None
+    mixed = piecewise = head = None
     if runner.graphs == "all":
         head = LogitsHead(model, tuple(sorted({num_rows * width for num_rows in buckets for width in widths})))
         if (ragged := attention.ragged()) is not None:
@@ -178,7 +179,8 @@ def make_runners(
             of_model = (model, layers, attention, shape, capture)
             piecewise = PiecewiseRunner(*of_model, buckets=pieces, head=head, has_windows=has_windows)
     is_strict = runner.graph_gate == "strict"
-    runners = Dispatch(rows, eager, full=full, mixed=mixed, piecewise=piecewise, is_strict=is_strict, proposer=proposer)
+    graphs: dict[str, Any] = {"full": full, "mixed": mixed, "piecewise": piecewise, "head": head}
+    runners = Dispatch(rows, eager, **graphs, is_strict=is_strict, proposer=proposer)
     if before_capture is not None:
         before_capture(runners)
     begin, before = time.perf_counter(), torch.cuda.memory_reserved(rows.device)

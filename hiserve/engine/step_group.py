@@ -4,8 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from typing import Protocol
+from zlib import crc32
 
-from hiserve.core.plan import BatchPlan, MaskPlan, StepFault
+import numpy as np
+
+from hiserve.core.plan import BatchPlan, MaskPlan, StepFault, StepResult
 from hiserve.core.transfers import CopyAck
 from hiserve.runners.gate import Decision
 
@@ -19,12 +22,15 @@ class StepGroup(Protocol):
     def draw(self, step_id: int, masks: MaskPlan | None) -> None:
         """Starts the second half of a step that awaits masks on the other ranks too."""
 
-    def fault_of(self, step_id: int) -> StepFault | None:
-        """Waits until each other rank has launched a step; returns the fault of one that ran out of memory.
+    def take_result(self, result: StepResult) -> StepFault | None:
+        """Takes what a step gave its rows here, once each other rank has launched it; returns the fault of one without memory.
 
         Raises:
             EngineError: A rank has ended.
         """
+
+    def void(self, step_id: int) -> None:
+        """Says that a step has failed: its rows, and those of steps in flight behind it, may differ between ranks."""
 
     def join_acks(self, acks: list[CopyAck]) -> list[CopyAck]:
         """Takes the copies that have ended here; returns those that have ended on all ranks, each once."""
@@ -42,3 +48,11 @@ class StepGroup(Protocol):
         Raises:
             EngineError: It has.
         """
+
+
+def checksum_of(result: StepResult) -> int:
+    """Returns a checksum of what a step gave its rows: tokens, their numbers, and the rows that it refused."""
+    width, tokens = result.tokens.shape[1], result.tokens
+    if width > 1:  # what follows a row's tokens means nothing
+        tokens = tokens[np.arange(width) < result.counts[:, None]]
+    return crc32(tokens.tobytes(), crc32(result.counts.tobytes(), crc32(result.faults.tobytes())))

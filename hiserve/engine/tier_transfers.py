@@ -13,6 +13,8 @@ from hiserve.cache.storage.device import DevicePool
 from hiserve.cache.storage.host import HostPool
 from hiserve.cache.storage.prefault import CudaRegistrar, Registrar
 from hiserve.cache.storage.segment import Segment
+from hiserve.cache.storage.shard_store import ShardStore
+from hiserve.cache.storage.store_address import open_store
 from hiserve.cache.storage.store_transfers import StoreTransfers
 from hiserve.cache.storage.transfer import TransferEngine
 from hiserve.config.settings import Settings
@@ -70,6 +72,18 @@ def make_transfers(device: str, pool: DevicePool, host: HostPool) -> TransferEng
         max_offload_bytes_per_s=_MAX_STORE_BYTES_PER_S[device],
     )
     return engine
+
+
+def open_beyond(settings: Settings, host: HostPool, transfers: TransferEngine, rank: int = 0) -> StoreTransfers | None:
+    """Opens the store beyond the host, of a rank of a group its share of it; None without one. Close it before both.
+
+    Raises:
+        ConfigError: As ``open_store``.
+    """
+    store, size = open_store(settings.cache), settings.parallel.tp
+    if store is None:
+        return None
+    return StoreTransfers(store if size == 1 else ShardStore(store, rank, size), host, wake=transfers.wake)
 
 
 def _max_queued_bytes(device: str, pool: DevicePool) -> int:

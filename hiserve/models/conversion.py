@@ -9,7 +9,7 @@ from torch import Tensor
 
 from hiserve.models.checkpoint import StoredTensor
 from hiserve.models.names import MXFP4_GROUP, Form, TensorSource
-from hiserve.models.staging import stage
+from hiserve.models.staging import cut_pieces, stage
 
 _FP4 = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0, -0.0, -0.5, -1.0, -1.5, -2.0, -3.0, -4.0, -6.0)
 _SCALE_BIAS = 127
@@ -29,7 +29,7 @@ def read_converted(
     converted = {name: pieces for name, pieces in table.items() if pieces[0].is_converted}
     wanted = {name: {piece.source: held[piece.source] for piece in pieces} for name, pieces in converted.items()}
     pairs = None  # of the packed ones
-    for name, staged in stage(wanted, device):
+    for name, staged in stage(wanted, device, cut_pieces(converted)):
         first = converted[name][0]
         if first.form is Form.MXFP4 and pairs is None:
             pairs = mxfp4_pairs(parameters[name].dtype).to(device)

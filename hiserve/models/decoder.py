@@ -58,8 +58,8 @@ class Layer:
         place.
         """
         if self.attn_out_norm is not None and self.mlp_out_norm is not None:
-            delta = self.attn_out_norm(self.attention.out(attn_out))
-            return self.mlp_out_norm(self.mlp(self.mlp_norm.inputs(residual, delta)))
+            delta = self.attn_out_norm.output(self.attention.out(attn_out))
+            return self.mlp_out_norm.output(self.mlp(self.mlp_norm.inputs(residual, delta)))
         if self.mlp_norm.exchange is not None:
             return self.mlp(self.mlp_norm.inputs(residual, self.attention.out(attn_out)))
         x = self.mlp_norm.inputs(residual, self.attention.out.parts(attn_out))
@@ -102,7 +102,7 @@ class Decoder:
         sinks = [parameters.pop(f"layers.{index}.sinks", None) for index in range(config.num_layers)]
         self.sinks = tuple(sinks) if config.has_sinks else ()  # of each layer, as for ``AttentionShape``
         self._layers = [make_layer(config, parameters, index, ops, exchange) for index in range(config.num_layers)]
-        self._norm = RMSNorm(parameters.pop("norm"), config.norm_eps, ops, exchange)
+        self._norm = RMSNorm(parameters.pop("norm"), config.norm_eps, ops, adding_exchange(config, exchange))
         output = Linear(parameters.pop("head", embedding), ops)
         self.head = OutputHead(output, config.vocab_size, exchange)  # states to logits; shared with draft heads
         self._columns = {
@@ -123,11 +123,16 @@ class Decoder:
         hidden_states = self.new_hidden_states(inputs.input_ids.shape[0]) if inputs.wants_hidden_states else None
         return self.finish(self.trunk(inputs, layers, attention, hidden_states), inputs, hidden_states)
 
-    def exchanges(self, num_tokens: int, num_logits: int, *, wants_hidden_states: bool) -> list[Exchanged]:
-        """Returns what a rank exchanges in a forward of so many tokens and rows of logits, in order."""
+    def exchanges(
+        self, num_tokens: int, num_logits: int, *, wants_hidden_states: bool, num_padded: int = 0
+    ) -> list[Exchanged]:
+        """Returns what a rank exchanges in a forward of so many tokens and rows of logits, in order.
+
+        ``num_padded`` are the tokens up to the last attention, if they are more.
+        """
         size, dtype = self.embedding.weight.shape[1], self.embedding.weight.dtype
         num_last = num_tokens if wants_hidden_states and self._has_last_aux else num_logits
-        whole, last = (Exchanged("sum", rows, size, dtype) for rows in (num_tokens, num_last))
+        whole, last = (Exchanged("sum", rows, size, dtype) for rows in (max(num_tokens, num_padded), num_last))
         logits = Exchanged("gather", num_logits, self.head.vocab_size, dtype)
         return [whole] * (2 * len(self._layers) - 1) + [last, last, logits]
 
@@ -224,12 +229,20 @@ def make_layer(
         "input_norm": attention.qkv.quantized if type(attention) is SelfAttention else None,
         "mlp_norm": mlp.gate_up.quantized if isinstance(mlp, GatedMLP) else None,
     }
+    adding = adding_exchange(config, exchange)
     norms = {
-        name: RMSNorm(parameters.pop(ours + name), config.norm_eps, ops, exchange, readers.get(name))
+        name: RMSNorm(
+            parameters.pop(ours + name), config.norm_eps, ops, exchange if "out" in name else adding, readers.get(name)
+        )
         for name in ("input_norm", "mlp_norm", "attn_out_norm", "mlp_out_norm")
         if config.has_out_norms or "out" not in name
     }
     return Layer(**norms, attention=attention, mlp=mlp)
+
+
+def adding_exchange(config: ModelConfig, exchange: Exchange | None) -> Exchange | None:
+    """Returns the exchange of norms that add a ``delta``: None where a norm of outputs makes it whole before."""
+    return None if config.has_out_norms else exchange
 
 
 def _mlp(config: ModelConfig, parameters: dict[str, Tensor], index: int, ops: Ops) -> GatedMLP | MoE:

@@ -16,7 +16,7 @@ from hiserve.distributed.exchange import Exchanged
 from hiserve.distributed.shard import WHOLE
 from hiserve.errors import ModelError
 from hiserve.layers import Linear, OutputHead, RMSNorm, Rotary
-from hiserve.models.decoder import Layer, attention_shape, make_layer, make_rotary
+from hiserve.models.decoder import Layer, adding_exchange, attention_shape, make_layer, make_rotary
 from hiserve.models.delta_layer import DeltaLayer
 from hiserve.models.draft_config import DraftConfig
 from hiserve.models.draft_formats import Head
@@ -267,7 +267,7 @@ def _body(
     return _Body(
         layer=make_layer(model, parameters, 0, ops, exchange),
         rotary=make_rotary(model.rope, model, max_len, weight, ops),
-        norm=RMSNorm(parameters.pop("norm"), model.norm_eps, ops, exchange),
+        norm=RMSNorm(parameters.pop("norm"), model.norm_eps, ops, adding_exchange(model, exchange)),
         output=output,
         tokens=tokens,
         vocab_size=model.vocab_size,

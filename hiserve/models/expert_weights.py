@@ -18,7 +18,7 @@ from hiserve.models.model_config import ModelConfig
 from hiserve.models.names import Form, TensorSource, parameter_shape
 from hiserve.models.packed_rows import FP4
 from hiserve.models.reading import plan_chunks, read_chunks
-from hiserve.models.staging import stage
+from hiserve.models.staging import cut_pieces, stage
 
 _DRAWN_SCALE = 0x78787878  # four exponents of 2**-7: numbers of random codes have a standard deviation of 0.02 then
 _DRAWN_FACTOR = 0.02
@@ -125,7 +125,7 @@ def read_packed_experts(
     _check_factors({each.pieces[0].source: made[name].scales for name, each in eights.items()}, param)
     fours = {name: each.pieces for name, each in packed.items() if each.kind == "e2m1"}
     wanted = {name: {source: held[source] for source in _stored_names(pieces)} for name, pieces in fours.items()}
-    for name, staged in stage(wanted, device):
+    for name, staged in stage(wanted, device, cut_pieces(fours)):
         _pack(fours[name], staged, made[name], param)
     return made
 

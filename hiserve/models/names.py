@@ -334,10 +334,10 @@ def parameter_shape(pieces: tuple[TensorSource, ...]) -> tuple[int, ...]:
     """Returns the shape of a parameter: a vector or a matrix."""
     first = pieces[0]
     if first.form is Form.MXFP4:
-        count, rows, groups, _ = first.shape
+        count, rows, groups, _ = first.part
         return (count * rows, groups * MXFP4_GROUP)
     if first.form is Form.TRANSPOSED:
-        count, columns, rows = first.shape
+        count, columns, rows = first.part
         return (count * rows, columns)
     rows = sum(piece.num_rows for piece in pieces)
     return (rows,) if len(first.shape) == 1 else (rows, first.part[-1])

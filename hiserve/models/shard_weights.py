@@ -32,22 +32,27 @@ def held_parts(held: dict[str, StoredTensor], table: Mapping[str, tuple[TensorSo
 
 
 def read_columns(held: Mapping[str, StoredTensor], wanted: Sequence[tuple[TensorSource, Tensor]]) -> None:
-    """Copies columns of tensors to their targets, on any device.
+    """Copies columns of tensors to their targets, on any device; raises as ``read_part``."""
+    for piece, target in wanted:
+        read_part(held[piece.source], piece, target)
+
+
+def read_part(tensor: StoredTensor, piece: TensorSource, target: Tensor) -> None:
+    """Copies the part of a tensor that a piece has to its target, on any device.
 
     Raises:
         OSError: A file cannot be read; ``EOFError``: it is shorter than it was.
     """
-    for piece, target in wanted:
-        tensor, cut = held[piece.source], piece.cut
-        assert cut is not None, piece.source
-        stored = TORCH_DTYPES[tensor.dtype]
-        size = piece.num_elements * stored.itemsize
-        try:
-            mapped = np.memmap(tensor.path, dtype=np.uint8, mode="c", offset=tensor.begin, shape=(size,))
-        except ValueError:
-            raise EOFError(f"{tensor.path.name} ends before byte {tensor.begin + size}") from None
-        with torch.inference_mode():
-            target.copy_(torch.from_numpy(mapped).view(stored).view(piece.shape)[:, cut.begin : cut.end])
+    cut, stored = piece.cut, TORCH_DTYPES[tensor.dtype]
+    assert cut is not None, piece.source
+    size = piece.num_elements * stored.itemsize
+    try:
+        mapped = np.memmap(tensor.path, dtype=np.uint8, mode="c", offset=tensor.begin, shape=(size,))
+    except ValueError:
+        raise EOFError(f"{tensor.path.name} ends before byte {tensor.begin + size}") from None
+    with torch.inference_mode():
+        whole = torch.from_numpy(mapped).view(stored).view(piece.shape)
+        target.copy_(whole.narrow(cut.dim, cut.begin, cut.end - cut.begin))
 
 
 def cut_drawn(whole: Tensor, pieces: tuple[TensorSource, ...]) -> Tensor:
@@ -56,6 +61,11 @@ def cut_drawn(whole: Tensor, pieces: tuple[TensorSource, ...]) -> Tensor:
     for piece in pieces:
         num_rows = piece.num_elements // (piece.shape[-1] if len(piece.shape) > 1 else 1)
         part, cut = whole[start : start + num_rows], piece.cut
-        parts.append(part if cut is None else part.narrow(cut.dim, cut.begin, cut.end - cut.begin))
+        if cut is not None and piece.is_interleaved:  # what is drawn is not: all gates come first
+            begin, end = cut.begin // 2, cut.end // 2
+            part = torch.cat([each.narrow(cut.dim, begin, end - begin) for each in part.chunk(2, cut.dim)], cut.dim)
+        elif cut is not None:
+            part = part.narrow(cut.dim, cut.begin, cut.end - cut.begin)
+        parts.append(part)
         start += num_rows
     return torch.cat(parts)

@@ -13,13 +13,13 @@ import msgspec
 from hiserve.distributed.shard import Shard
 from hiserve.errors import ConfigError
 from hiserve.models.model_config import ModelConfig
-from hiserve.models.names import Cut, Form, TensorSource
+from hiserve.models.names import MXFP4_GROUP, Cut, Form, TensorSource
 
 Table = dict[str, tuple[TensorSource, ...]]
 
 _HEADS, _INNER, _INNER_OF_EXPERTS, _TOKENS = "qkv", "gate_up", "experts_gate_up", ("embedding", "head")
 _COLUMNS = {"out": "heads", "down": "inner", "experts_down": "experts"}
-_ONCE = ("out_bias", "down_bias")  # added by the first rank alone
+_ONCE = ("out_bias", "down_bias", "experts_down_bias")  # added by the first rank alone
 
 
 def refuse_unshardable(model: ModelConfig, size: int, *, name: str = "this model") -> None:
@@ -35,24 +35,22 @@ def refuse_unshardable(model: ModelConfig, size: int, *, name: str = "this model
         "latent attention": model.latent is not None,
         "compressed rows": model.compressed is not None,
         "recurrent states": model.delta is not None or model.has_attention_gates,
-        "layers with a window beside others": model.tail_window > 0,
-        "sinks": model.has_sinks,
-        "norms of outputs": model.has_out_norms,
-        "quantized weights": model.quantization is not None,
+        "quantized weights": model.quantization is not None and not _has_fours_in_one_tensor(model),
         "a shared expert": experts is not None and experts.shared_size > 0,
-        "experts with biases": experts is not None and experts.has_bias,
     }
     if named := [feature for feature, is_there in foreign.items() if is_there]:
         raise ConfigError(
             f"--tp is {size}, but {name} has {', '.join(named)}: groups compute decoders of grouped-query attention and MLPs or "
-            "experts, in 16 bits or more. Leave --tp out; --replicas takes more devices.",
+            "experts, in 16 bits or more, and gpt-oss. Leave --tp out; --replicas takes more devices.",
             param="tp",
         )
     if not _divides(model, size):
         allowed = [each for each in range(1, model.num_heads + 1) if _divides(model, each)]
-        inner = (
+        inner = str(
             model.intermediate_size if experts is None else f"{model.intermediate_size} and {experts.intermediate_size}"
         )
+        if _has_fours_in_one_tensor(model):
+            inner = f"{inner}, in groups of {MXFP4_GROUP}"
         raise ConfigError(
             f"--tp is {size}, but {name} has {model.num_heads} heads, {model.num_kv_heads} of keys and values, and MLPs of width "
             f"{inner}. Use one of {', '.join(map(str, allowed))}.",
@@ -60,12 +58,19 @@ def refuse_unshardable(model: ModelConfig, size: int, *, name: str = "this model
         )
 
 
+def _has_fours_in_one_tensor(model: ModelConfig) -> bool:
+    """Whether its experts alone are quantized, as gpt-oss has them: groups of a row, which a part of the row has whole."""
+    quantization, experts = model.quantization, model.experts
+    return quantization is not None and quantization.linears is None and experts is not None and experts.has_bias
+
+
 def _divides(model: ModelConfig, size: int) -> bool:
     heads, keys = model.num_heads, model.num_kv_heads
+    group = MXFP4_GROUP if _has_fours_in_one_tensor(model) else 1
     inner = (
         [model.intermediate_size]
         if model.experts is None
-        else [model.intermediate_size, model.experts.intermediate_size]
+        else [model.intermediate_size, model.experts.intermediate_size // group]
     )
     last, _ = Shard(size - 1, size).tokens(model.vocab_size)
     return (
@@ -122,12 +127,19 @@ def cut_table(table: Table, model: ModelConfig, shard: Shard) -> Table:
 def _cut(name: str, index: int, piece: TensorSource, model: ModelConfig, shard: Shard) -> Cut | None:
     """Returns the part of a parameter's tensor, the ``index``-th stacked in it; None is all of it."""
     if name in (*_COLUMNS, _INNER_OF_EXPERTS) and (piece.form is not Form.PLAIN or len(piece.shape) != 2):
+        if piece.form in (Form.TRANSPOSED, Form.MXFP4):
+            dim = 1 if (name == _INNER_OF_EXPERTS) == (piece.form is Form.MXFP4) else 2
+            return Cut(dim, *shard.part(piece.shape[dim]))
         raise ConfigError(
             f"--tp is {shard.size}, but {piece.source} holds all experts in one tensor: groups read checkpoints of one tensor for "
             "each. Leave --tp out.",
             param="tp",
         )
     if name in _COLUMNS:
+        return Cut(1, *shard.part(piece.shape[1]))
+    if name == "sinks":
+        return Cut(0, *shard.part(model.num_heads))
+    if name == _INNER_OF_EXPERTS + "_bias":
         return Cut(1, *shard.part(piece.shape[1]))
     rows = name.removesuffix("_bias")
     if rows == _HEADS:

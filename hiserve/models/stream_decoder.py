@@ -122,7 +122,9 @@ class StreamDecoder:
         """Elements of a token's hidden states."""
         return self._compressed.streams.count * self.embedding.weight.shape[1] if self._has_aux else 0
 
-    def exchanges(self, num_tokens: int, num_logits: int, *, wants_hidden_states: bool) -> list[Exchanged]:
+    def exchanges(
+        self, num_tokens: int, num_logits: int, *, wants_hidden_states: bool, num_padded: int = 0
+    ) -> list[Exchanged]:
         """Returns nothing: it runs alone."""
         return []
 

@@ -117,7 +117,8 @@ def draw_parameters(
 
     A rank draws the whole model, one parameter at a time, and keeps its ``shard``.
     """
-    packed, cut = packed_parameters(table, config, dtype, device), cut_table(table, config, shard)
+    cut = cut_table(table, config, shard)
+    packed = packed_parameters(cut, config, dtype, device)
     kept, generator = kept_specs(table, config.quantization) if keeps else {}, None
     parameters: dict[str, Any] = {}
     for name, pieces in table.items():

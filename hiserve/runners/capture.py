@@ -12,6 +12,10 @@ from typing import TypeVar
 
 import torch
 
+from hiserve.core.step_faults import fault_of, first_line
+from hiserve.distributed.exchange import Exchange, Exchanged
+from hiserve.errors import ResourceError
+
 T = TypeVar("T")
 _DRIVER = "libcuda.so.1"
 
@@ -51,11 +55,21 @@ class Graph:
 
     Args:
         graph: Captured and kept, not instantiated.
+        device: Of it.
+        exchange: Of a rank of a group; None runs alone.
+        exchanges: In the graph.
     """
 
-    def __init__(self, graph: torch.cuda.CUDAGraph, device: torch.device) -> None:
+    def __init__(
+        self,
+        graph: torch.cuda.CUDAGraph,
+        device: torch.device,
+        exchange: Exchange | None = None,
+        exchanges: tuple[Exchanged, ...] = (),
+    ) -> None:
         self._graph = graph
         self._device = device
+        self._exchange, self._exchanges = exchange, exchanges
         self.num_nodes = _count_nodes(graph.raw_cuda_graph())  # kernels, copies and fills in it
         graph.instantiate()
 
@@ -63,6 +77,8 @@ class Graph:
         """Launches the graph on the current stream, which must be of the same device."""
         with torch.cuda.device(self._device):
             self._graph.replay()
+        if self._exchange is not None:
+            self._exchange.replayed(self._exchanges)
 
 
 class Capture:
@@ -73,11 +89,13 @@ class Capture:
 
     Args:
         device: A CUDA device, with its index.
+        exchange: Of a rank of a group; None runs alone.
     """
 
-    def __init__(self, device: torch.device) -> None:
+    def __init__(self, device: torch.device, exchange: Exchange | None = None) -> None:
         assert device.index is not None, f"{device} has no index"
         self._device = device
+        self._exchange = exchange
         self._stream = torch.cuda.Stream(device=device)  # type: ignore[no-untyped-call]
         self._pool = torch.cuda.graph_pool_handle()
         self._open: torch.cuda.CUDAGraph | None = None
@@ -119,6 +137,8 @@ class Capture:
         # Thread-local: threads that copy pages or pin memory may go on meanwhile.
         graph.capture_begin(pool=self._pool, capture_error_mode="thread_local")
         self._open = graph
+        if self._exchange is not None:
+            self._exchange.begin_graph()
 
     def end(self) -> Graph:
         """Ends the capture.
@@ -128,8 +148,7 @@ class Capture:
         """
         assert self._open is not None, "no capture is under way"
         graph, self._open = self._open, None
-        self._finish(graph)
-        captured = Graph(graph, self._device)
+        captured = Graph(graph, self._device, self._exchange, self._finish(graph))
         if not captured.num_nodes:
             raise RuntimeError("the captured graph is empty")
         return captured
@@ -141,7 +160,17 @@ class Capture:
             with suppress(RuntimeError):  # it fails again when it ends; the first failure is reported
                 self._finish(graph)
 
-    def _finish(self, graph: torch.cuda.CUDAGraph) -> None:
+    def check_failure(self, error: RuntimeError) -> None:
+        """Raises the failure of a capture if other ranks of the group may not have it: exchanges follow that they would await."""
+        if self._exchange is not None and fault_of(error):
+            raise ResourceError(
+                f"no memory to capture graphs: {first_line(error)}. Lower --kv-pages, or use --graphs off.",
+                param="graphs",
+            ) from error
+
+    def _finish(self, graph: torch.cuda.CUDAGraph) -> tuple[Exchanged, ...]:
+        """Ends the capture of a graph; returns the exchanges in it."""
+        exchanges = () if self._exchange is None else self._exchange.end_graph()
         try:
             graph.capture_end()
         except RuntimeError:
@@ -152,6 +181,7 @@ class Capture:
             self._pool = torch.cuda.graph_pool_handle()
             self._broken.append(graph)
             raise
+        return exchanges
 
 
 def capture_sizes(capture: Capture, sizes: Sequence[int], work: Callable[[int], T], message: str) -> dict[int, T]:
@@ -172,6 +202,7 @@ def capture_sizes(capture: Capture, sizes: Sequence[int], work: Callable[[int], 
             try:
                 captured[size] = work(size)
             except RuntimeError as error:
+                capture.check_failure(error)
                 logger.warning(message, size, str(error).splitlines()[0])
     return captured
 

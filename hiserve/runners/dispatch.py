@@ -19,7 +19,7 @@ from hiserve.runners.graph import GraphRunner
 from hiserve.runners.inputs import build_inputs
 from hiserve.runners.mixed import MixedRunner
 from hiserve.runners.piecewise import PiecewiseRunner
-from hiserve.runners.step_output import Draw, LaunchedStep, draft_step, finish_step
+from hiserve.runners.step_output import Draw, LaunchedStep, LogitsHead, draft_step, finish_step
 from hiserve.sampling.params import Drawing
 
 # Waits on the device for one layer's part of the step's loads, or for all of them (None).
@@ -52,6 +52,7 @@ class Dispatch:
         full: Graphs of whole steps, by tokens per row.
         mixed: Graphs of rows that decode and a few prompts, if there are any.
         piecewise: Graphs between attentions, likewise.
+        head: Computes the logits after either.
         is_strict: No graph is replayed while any load is open, or after a live row's page moved.
         canary: Checks the pages of rows; None unless debugging.
         proposer: Drafts after each step; None for plain decoding.
@@ -65,6 +66,7 @@ class Dispatch:
         full: Mapping[int, GraphRunner] = MappingProxyType({}),
         mixed: MixedRunner | None = None,
         piecewise: PiecewiseRunner | None = None,
+        head: LogitsHead | None = None,
         is_strict: bool = False,
         canary: Canary | None = None,
         proposer: Proposer | None = None,
@@ -74,6 +76,7 @@ class Dispatch:
         self._full = full
         self._mixed = mixed
         self._piecewise = piecewise
+        self._head = head
         self._canary = canary
         self._proposer = proposer
         assert canary is None or not self._captured, "graphs read pages that no canary has checked"
@@ -117,6 +120,14 @@ class Dispatch:
         drawing = sampling.drawing(rows) if sampling.num_top(rows) is None else Drawing.ANY
         return StepFacts.of(plan, sampling=drawing.value)
 
+    def num_logits(self, count: int) -> int:
+        """Returns the rows of logits that a replay up to the last attention computes for so many."""
+        return count if self._head is None else self._head.padded(count)
+
+    def replays_drafts(self, plan: BatchPlan, decision: Decision) -> bool:
+        """Whether the drafts after a step are computed for all rows of its graph."""
+        return decision.is_whole and self._full[int(plan.num_new[0])].has_drafts(decision.bucket)
+
     def note(self, plan: BatchPlan) -> None:
         """Passes an applied plan to the canary, also if its step does not run."""
         if self._canary is not None:
@@ -144,9 +155,10 @@ class Dispatch:
                 wait(None)  # a snapshot may be on its way
                 wait = None
             states.restore(plan)
-        if decision.action is Action.REPLAY and decision.reason in (Reason.DECODE, Reason.VERIFY):
-            if wait is not None:
-                wait(None)
+        if wait is not None and (decision.is_whole or decision.reason is Reason.MIXED):
+            wait(None)  # the gate replays no mixed step that waits, but another rank's load may have ended later
+            wait = None
+        if decision.is_whole:
             return self._full[int(plan.num_new[0])].forward(plan, decision.bucket, Drawing(decision.sampling))
         inputs = build_inputs(plan, self._rows)
         forward = inputs.forward

@@ -60,6 +60,11 @@ class Decision:
     bucket: int = 0  # size of the graph to replay: rows, or tokens of PIECEWISE. 0 unless replayed
     sampling: str = ""  # how its tokens are drawn, by the name of the variant; empty if it is deferred
 
+    @property
+    def is_whole(self) -> bool:
+        """Whether graphs compute the whole step."""
+        return self.action is Action.REPLAY and self.reason in (Reason.DECODE, Reason.VERIFY)
+
 
 @dataclass(frozen=True, slots=True)
 class PendingLoads:

@@ -94,6 +94,10 @@ class GraphRunner:
             failed=frozenset(self.failed),
         )
 
+    def has_drafts(self, bucket: int) -> bool:
+        """Whether graphs draft after steps of a bucket."""
+        return self._captured[bucket].drafts is not None
+
     @property
     def graphs(self) -> set[Graph]:
         """All graphs; runners of other widths share those of drafts."""
@@ -122,6 +126,7 @@ class GraphRunner:
                     if captured is not None:
                         self._captured[num_rows] = captured
                 except RuntimeError as error:
+                    self._capture.check_failure(error)
                     self.failed.add(num_rows)
                     logger.warning(
                         "steps of %d rows with %d tokens each run without a graph: %s",

@@ -86,6 +86,11 @@ class LogitsHead:
         self._model = model
         self._sizes = sizes
 
+    def padded(self, count: int) -> int:
+        """Returns how many logits are computed for so many."""
+        index = bisect_left(self._sizes, count)
+        return self._sizes[index] if count and index < len(self._sizes) else count
+
     def finish(
         self, reached: tuple[Tensor, ...], inputs: ForwardInputs, hidden_states: Tensor | None
     ) -> ForwardOutputs:
@@ -99,8 +104,7 @@ class LogitsHead:
         num_tokens, count = inputs.input_ids.shape[0], inputs.logits_rows.shape[0]
         if hidden_states is not None:
             hidden_states = hidden_states[:num_tokens] if inputs.wants_hidden_states else None
-        index = bisect_left(self._sizes, count)
-        more = self._sizes[index] - count if count and index < len(self._sizes) else 0
+        more = self.padded(count) - count
         if more:
             inputs = replace(inputs, logits_rows=F.pad(inputs.logits_rows, (0, more)))
         outputs = self._model.finish(tuple(each[:num_tokens] for each in reached), inputs, hidden_states)

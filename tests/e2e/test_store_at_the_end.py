@@ -15,7 +15,7 @@ import pytest
 from hiserve import LLM, SamplingParams
 from hiserve.cache.storage.inventory import store_in
 from hiserve.core.machine import GIB
-from hiserve.engine import build, store_prefetch
+from hiserve.engine import store_prefetch, tier_transfers
 from tests.e2e.live import Live
 from tests.faults.harness import serving
 from tests.helpers.sim_store import Fault, SimStore, Step
@@ -86,7 +86,7 @@ def test_without_time_for_it_nothing_is_waited_for(tmp_path: Path, monkeypatch: 
 
 def test_a_store_that_answers_nothing_is_given_up(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     made = SimStore(Step(Fault.HANG) for _ in range(1000))
-    monkeypatch.setattr(build, "open_store", lambda _: made)
+    monkeypatch.setattr(tier_transfers, "open_store", lambda _: made)
     monkeypatch.setattr(store_prefetch, "STALL_S", 0.3)
     with LLM(**TINY, store=f"file:{tmp_path}", store_prefetch="best_effort", drain_timeout_s=3600.0) as llm:
         llm.generate(prompts(2), GREEDY)

@@ -13,7 +13,7 @@ import pytest
 
 from hiserve import LLM, SamplingParams
 from hiserve.config.options import make_options
-from hiserve.engine import build, store_prefetch
+from hiserve.engine import store_prefetch, tier_transfers
 from hiserve.ipc.messages import Admit, WorkerStats
 from hiserve.models.builtin_shapes import read_model
 from tests.helpers.forks import forked_engines
@@ -98,7 +98,7 @@ def weather() -> Weather:
 def store(weather: Weather, monkeypatch: pytest.MonkeyPatch) -> SimStore:
     made = SimStore(weather)
     monkeypatch.setattr(store_prefetch, "POLL_S", 0.2)
-    monkeypatch.setattr(build, "open_store", lambda _: made)
+    monkeypatch.setattr(tier_transfers, "open_store", lambda _: made)
     return made
 
 

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import shutil
+from collections.abc import Callable, Sequence
 from functools import lru_cache
 from itertools import product
 from pathlib import Path
@@ -12,9 +13,12 @@ import numpy as np
 import pytest
 
 from hiserve import LLM, SamplingParams
+from hiserve.cache.storage.shard_store import ShardStore
 from hiserve.cache.storage.transfer import TransferEngine
 from hiserve.core.transfers import CopyKind, PageCopy
 from hiserve.engine import rank
+from hiserve.models.model_config import NANO, find_model
+from tests.helpers import window_models
 from tests.helpers.cache_paths import (
     DRAFTS,
     HOST,
@@ -32,8 +36,10 @@ from tests.helpers.cache_paths import (
     preemption,
 )
 from tests.helpers.dialogues import trained
+from tests.helpers.models import save_family
+from tests.helpers.packed_models import pack_gpt_oss
 from tests.helpers.rank_threads import rank_threads
-from tests.helpers.tiered import check_whole, counts_of, leave_device
+from tests.helpers.tiered import check_whole, counts_of, engine_of, leave_device, rest
 from tests.helpers.transfers import hold_copies
 from tests.helpers.widening import some
 
@@ -42,6 +48,9 @@ NUM_NEW = 10
 WITHOUT_HOST: tuple[Callable[..., None], ...] = (chunks, preemption, device_hits)
 PATHS: tuple[Callable[..., None], ...] = (*WITHOUT_HOST, host_hits, failed_loads)
 ALL: list[Case] = list(product(PATHS, ("off", "ngram", "eagle3", "mtp"), (0, 2, "auto"), (0, 1), (2, 4)))
+NUM_STORED = 64  # tokens: the shared page, and the next one of three prompts
+READ = ShardStore.get
+USUAL_FAMILIES = (("gemma3_text", 2), ("packed", 2))
 USUAL: list[Case] = [(preemption, "eagle3", "auto", 1, 2), (host_hits, "mtp", 2, 0, 2)]
 
 
@@ -99,3 +108,61 @@ def test_a_load_that_fails_on_another_rank_alone_is_computed_on_all(monkeypatch:
         assert counts_of(llm).loads.unfulfilled["broken"] == counts_of(llm).loads.num_wanted > 0
         check_whole(llm)
     assert num_failed > 0
+
+
+@pytest.mark.parametrize(
+    ("family", "size"), some(product(("gemma3_text", "gpt_oss", "packed"), (2, 4)), *USUAL_FAMILIES)
+)
+def test_a_group_has_the_tokens_of_one_with_windows(family: str, size: int, tmp_path: Path) -> None:
+    """Window pages are freed, and prompts come again from tails on the host. Gemma-3 has norms of outputs, gpt-oss sinks and experts in one tensor."""
+    if family == "packed":
+        save_family("gpt_oss", tmp_path, vocab_size=window_models.VOCAB, intermediate_size=128)
+        pack_gpt_oss(tmp_path)
+    else:
+        save_family(family, tmp_path, vocab_size=window_models.VOCAB)
+    shutil.copy(find_model(NANO) / "tokenizer.json", tmp_path)
+    options = window_models.SETTINGS | {"host_cache_gib": 0.01, "window_pages": 60, "model": str(tmp_path)}
+    prompts, sampling = work().prompts, work().sampling
+
+    def ask_twice(size: int = 1) -> tuple[list[list[int]], list[int]]:
+        with rank_threads(), LLM(**options, tp=size) as llm:
+            first = llm.generate(prompts, sampling)
+            leave_device(llm)
+            again = llm.generate(prompts, sampling)
+            assert llm.settings.cache.frees_windows
+        assert [each.outputs[0].token_ids for each in first] == [each.outputs[0].token_ids for each in again]
+        return [each.outputs[0].token_ids for each in first], [each.cached.num_tokens for each in again]
+
+    alone, group = ask_twice(), ask_twice(size)
+    assert group[0] == alone[0]
+    assert min(group[1]) > 0 and group[1] == alone[1]
+
+
+def test_a_group_finds_what_a_group_of_its_size_has_stored(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """S9: shares have keys of their own; of a page that one rank does not get, all compute the rest of the prompt."""
+    options: dict[str, Any] = SETTINGS | DRAFTS | pool(16) | HOST | {"tp": 2, "max_model_len": 96}
+    options |= {"store": f"file:{tmp_path}", "store_prefetch": "wait"}
+    with rank_threads():
+        with LLM(**options) as llm:
+            ask(llm, work())
+            rest(llm)
+            assert counts_of(llm).uploads.num_fulfilled > 0
+        with LLM(**options | {"tp": 1}) as llm:
+            assert sum(use.store for use in ask(llm, work())) == 0
+        with LLM(**options) as llm:
+            again = ask(llm, work())
+            assert [use.num_tokens for use in again] == work().num_full(16)
+            assert sum(use.store for use in again) == NUM_STORED
+            check_whole(llm)
+        monkeypatch.setattr(ShardStore, "get", get_on_first)
+        with LLM(**options) as llm:
+            for _ in range(2):
+                assert sum(use.store for use in ask(llm, work())) == 0
+                assert counts_of(llm).prefetches.num_wanted == sum(counts_of(llm).prefetches.unfulfilled.values()) > 0
+                engine_of(llm).flush()
+            check_whole(llm)
+
+
+def get_on_first(store: ShardStore, keys: Sequence[bytes], *others: Any) -> int:
+    """Stands in for ``get``: the first rank alone gets its shares."""
+    return 0 if store._rank else READ(store, keys, *others)

@@ -20,6 +20,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from hiserve.attention.reference_attention import ReferenceAttention
+from hiserve.distributed.exchange import Exchange
 from hiserve.kernels import step_reference
 from hiserve.kernels.noise import gumbel
 from hiserve.kernels.sampling import masked
@@ -55,9 +56,11 @@ class Recorder(TorchDispatchMode):
 class RecordedGraph:
     """Stands in for ``Graph``."""
 
-    def __init__(self, recorder: Recorder) -> None:
+    def __init__(self, recorder: Recorder, exchange: Exchange | None = None) -> None:
         self._ops = recorder.ops
         self.num_nodes = len(recorder.ops)
+        self._exchange = exchange
+        self._exchanges = () if exchange is None else exchange.end_graph()
 
     def replay(self) -> None:
         for func, args, kwargs, out in self._ops:
@@ -65,18 +68,40 @@ class RecordedGraph:
             for new, old in zip(tree_leaves(again), tree_leaves(out), strict=True):
                 if isinstance(new, Tensor) and new.data_ptr() != old.data_ptr():  # not a view, and not in place
                     old.copy_(new)
+        if self._exchange is not None:
+            self._exchange.replayed(self._exchanges)
 
 
 class RecordedCapture:
     """Stands in for ``Capture``.
 
+    Args:
+        exchange: Of a rank of a group, whose collectives are recorded too.
+
     Attributes:
         graphs: Captured, and held by anybody.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, exchange: Exchange | None = None) -> None:
         self._open: Recorder | None = None
+        self._exchange = exchange
         self.graphs: WeakSet[RecordedGraph] = WeakSet()
+        if exchange is not None:
+            for name in ("_all_reduce", "_all_gather"):
+                setattr(exchange, name, self._recorded(getattr(exchange, name)))
+
+    def _recorded(self, work: Callable[..., None]) -> Callable[..., None]:
+        """A collective is no op of torch, which a recorder would see."""
+
+        def run(*tensors: Tensor) -> None:
+            work(*tensors)
+            if self._open is not None:
+                self._open.ops.append((work, tensors, {}, None))
+
+        return run
+
+    def check_failure(self, error: RuntimeError) -> None:
+        """Any is dropped."""
 
     @property
     def is_active(self) -> bool:
@@ -97,6 +122,8 @@ class RecordedCapture:
 
     def begin(self) -> None:
         assert self._open is None
+        if self._exchange is not None:
+            self._exchange.begin_graph()
         self._open = Recorder()
         self._open.__enter__()
 
@@ -104,7 +131,7 @@ class RecordedCapture:
         recorder = self._open
         assert recorder is not None
         self.abandon()
-        graph = RecordedGraph(recorder)
+        graph = RecordedGraph(recorder, self._exchange)
         self.graphs.add(graph)
         return graph
 

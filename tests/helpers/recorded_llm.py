@@ -75,7 +75,7 @@ def allow_recording(
     patch.setattr(resolve, "_graphs", graphs_of)
     patch.setattr(build, "Planner", make_planner)
     patch.setattr(build, "Executor", make_executor)
-    patch.setattr(runner_factory, "Capture", lambda device: RecordedCapture())
+    patch.setattr(runner_factory, "Capture", lambda device, exchange: RecordedCapture(exchange))
     patch.setattr(runner_factory, "open_attention", open_recordable)
     patch.setattr(runner_factory, "open_draft_attention", open_draft)
     patch.setattr(device_rows, "step_ops_for", lambda device: recordable_ops())

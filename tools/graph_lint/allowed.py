@@ -8,6 +8,7 @@ _ON_CPU = "the CPU's own; never on CUDA"
 _DEBUGGING = "with --kv-canary alone, whose steps are never captured"
 _LOADING = "when a model or a head is loaded"
 _AT_START = "while graphs are captured, before the first request"
+_AT_END = "when no step follows"
 _CACHED = "torch's allocator reuses the memory of the step before, and a graph owns its memory"
 _PINNED = "pinned memory, which torch's allocator keeps"
 _CHECKING = "a check of its own, no step of a request"
@@ -58,7 +59,7 @@ ALLOWED = (
     Allowed("models/quantized_weights.py", "_stage", "iteration", _LOADING),
     Allowed("models/conversion.py", "read_converted", "iteration", _LOADING),
     Allowed("models/packed_rows.py", "read_packed", "iteration", _LOADING),
-    Allowed("models/shard_weights.py", "read_columns", "*", _LOADING),
+    Allowed("models/shard_weights.py", "read_part", "*", _LOADING),
     Allowed("models/weights.py", "load_head_parameters", "*", _LOADING),
     Allowed("models/weights.py", "_refuse_strange_experts", "*", _LOADING),
     Allowed("models/weights.py", "_tokens", "*", _LOADING),
@@ -92,6 +93,7 @@ ALLOWED = (
     Allowed("engine/draft_costs.py", "DraftTimer._now", "synchronize", _AT_START),
     Allowed("engine/draft_costs.py", "DraftTimer._once", "int(tensor)", _AT_START),
     Allowed("engine/draft_costs.py", "DraftTimer._once", "tensor of values", _AT_START),
+    Allowed("engine/executor.py", "Executor.close", "synchronize", _AT_END),
     Allowed("engine/executor.py", "Executor._finish", ".numpy()", _ON_CPU),
     Allowed("engine/executor.py", "Executor._finish", "allocation", _PINNED),
     Allowed(

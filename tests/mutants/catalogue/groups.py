@@ -1,13 +1,17 @@
 """Groups of ranks: shares, exchanges, orders."""
 
 from hiserve import layers
+from hiserve.cache.storage import shard_store
 from hiserve.distributed import collectives, shard
 from hiserve.engine import executor, joined_acks, rank, ranks, step_exchanges
 from hiserve.models import decoder, shard_weights, shards, weights
+from hiserve.runners import dispatch
 from tests.e2e import test_rank_processes, test_tensor_parallel
 from tests.unit.distributed import test_collectives, test_shard
 from tests.unit.engine import test_executor_faults, test_joined_acks, test_rank_memory, test_ranks
 from tests.unit.models import test_shards
+from tests.unit.runners import test_graph
+from tests.unit.storage import test_shard_store
 
 with layers.Embedding._of_all, test_tensor_parallel.test_a_group_has_the_tokens_of_one["preemption-eagle3-auto-1-2"]:
     "S1: each rank adds a vector for the tokens of others"
@@ -16,6 +20,18 @@ with layers.Embedding._of_all, test_tensor_parallel.test_a_group_has_the_tokens_
 with shards.cut_table, test_shards.test_each_rank_has_its_heads_its_columns_and_its_tokens["2-auto"]:
     "S1: each rank adds the bias of an output"
     last in _ONCE and shard.rank
+    False
+with shard_weights.cut_drawn, test_shards.test_all_experts_in_one_tensor_are_cut_inside["dummy"]:
+    "S1: the first rank has all gates of an expert, and no rows of up"
+    cut is not None and piece.is_interleaved
+    False
+with shards._cut, test_shards.test_all_experts_in_one_tensor_are_cut_inside["packed"]:
+    "S1: experts in groups of numbers are cut by the other dimension"
+    (name == _INNER_OF_EXPERTS) == (piece.form is Form.MXFP4)
+    name == _INNER_OF_EXPERTS
+with decoder.adding_exchange, test_tensor_parallel.test_a_group_has_the_tokens_of_one_with_windows["gemma3_text-2"]:
+    "S1: outputs that are whole are summed again"
+    config.has_out_norms
     False
 with weights.draw_parameters, test_shards.test_each_rank_has_its_heads_its_columns_and_its_tokens["2-dummy"]:
     "S1: dummy weights of a group are those of another model"
@@ -49,10 +65,34 @@ with step_exchanges.StepExchanges.abandon, test_rank_memory.test_memory_that_run
     "S7: a rank that ran out of memory leaves the others waiting for its drafts"
     owes_drafts and self._owes_drafts
     False
+with step_exchanges.StepExchanges.begin, test_rank_memory.test_memory_that_runs_out_at_any_launch_of_a_graph_costs_one_step["1-3-eagle3-3"]:
+    "S4: a graph exchanges the rows of the step alone"
+    decision.bucket * width
+    plan.num_tokens
+with rank.Follower._compare, test_ranks.test_a_rank_whose_rows_got_other_tokens_ends_the_group["tokens"]:
+    "S5: ranks go on with different tokens"
+    self._checksums[step_id] != checksum
+    False
+with collectives._finish, test_collectives.test_a_collective_that_is_on_the_stream_is_not_waited_for:
+    "a group on GPUs ends with its first exchange, as NCCL returns nothing to wait for"
+    work is not None
+    True
+with dispatch.Dispatch.forward, test_graph.test_a_mixed_step_waits_for_a_load_that_ended_on_another_rank_alone:
+    "a rank ends at a mixed step whose load has ended on the first rank and not here"
+    decision.is_whole or decision.reason is Reason.MIXED
+    decision.is_whole
 with joined_acks.JoinedAcks.add, test_joined_acks:
     "S6: a copy has ended when the first rank has ended it"
     len(got) == self._num_ranks
     len(got) == 1
+with joined_acks._joined, test_joined_acks:
+    "S9: pages arrived that one rank has not got"
+    min(ack.num_pages for ack in acks)
+    max(ack.num_pages for ack in acks)
+with shard_store.ShardStore.exists, test_shard_store:
+    "S9: pages are found of which the first rank alone has its share"
+    not self._rank
+    False
 with joined_acks._joined, test_tensor_parallel.test_a_load_that_fails_on_another_rank_alone_is_computed_on_all:
     "S6: a load that failed on another rank counts as done"
     next((ack for ack in acks if not ack.is_ok), acks[0])
@@ -73,7 +113,7 @@ with collectives._open, test_collectives.test_a_group_listens_on_loopback_alone:
     "S13: gloo listens on all interfaces"
     dist.ProcessGroupGloo.create_device(hostname=LOOPBACK)
     dist.ProcessGroupGloo.create_device(hostname="0.0.0.0")
-with executor.Executor._launch_draw[1], test_executor_faults.test_exchanges_that_a_failed_half_owes_are_launched_like_a_step:
+with executor.Executor._abandon, test_executor_faults.test_exchanges_that_a_failed_half_owes_are_launched_like_a_step:
     "S7: what a failed half owes to other ranks is launched on another stream"
     self._launching()
     nullcontext()

@@ -197,6 +197,42 @@ def test_replicas_share_the_memory() -> None:
     assert pools[1] < 0.55 * pools[0]
 
 
+def test_ranks_of_all_replicas_share_the_memory_of_the_host() -> None:
+    """A model's facts are those of a share, so that only what a rank may take differs here."""
+    small, given = msgspec.structs.replace(LAPTOP, memory_bytes=GIB), {"max_model_len": 1024, "cpu_threads": 1}
+    four = [
+        resolve(make_options(**given, **each), NANO, small).memory
+        for each in ({"replicas": 4}, {"replicas": 2, "tp": 2})
+    ]
+    assert four[0].parts["KV pool"] == four[1].parts["KV pool"]
+    server = msgspec.structs.replace(SERVER, cuda_memory_bytes=(80 * GIB,) * 4)
+    alone, group = (resolve(make_options(**each), LARGE, server).settings.cache for each in ({}, {"tp": 4}))
+    assert group.kv_pages == alone.kv_pages
+    assert 0 < group.host_cache_gib < 0.3 * alone.host_cache_gib
+
+
+@pytest.mark.parametrize(
+    ("machine", "given", "words", "param"),
+    [
+        (
+            LAPTOP,
+            {"replicas": 2},
+            "for each worker. Lower --replicas, use a narrower --dtype or a smaller model.",
+            "replicas",
+        ),
+        (LAPTOP, {"tp": 2}, "for each rank. Use a narrower --dtype or a smaller model.", "dtype"),
+        (SERVER, {}, "for each worker. Use a narrower --dtype or a smaller model, or raise --tp.", "dtype"),
+    ],
+)
+def test_weights_that_do_not_fit_are_refused_with_what_helps(
+    machine: Machine, given: dict[str, Any], words: str, param: str
+) -> None:
+    vast = msgspec.structs.replace(LARGE, num_params=2**42)
+    with pytest.raises(ResourceError, match=re.escape(words)) as refusal:
+        resolve(make_options(**given), vast, machine)
+    assert refusal.value.param == param
+
+
 def test_a_pool_is_no_larger_than_its_rows_can_use() -> None:
     resolved = resolve(make_options(max_running_requests=1, max_model_len=64), NANO, LAPTOP)
     assert resolved.settings.cache.kv_pages == 1 + 4

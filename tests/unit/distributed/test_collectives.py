@@ -5,12 +5,16 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
 from typing import TypeVar
 
 import pytest
 import torch
 
+from hiserve.core.devices import prepare_nccl
+from hiserve.distributed import collectives
 from hiserve.distributed.collectives import Collectives
+from hiserve.distributed.exchange import Exchanged
 from hiserve.distributed.shard import Shard
 from hiserve.kernels import reference
 
@@ -82,3 +86,47 @@ def test_a_group_listens_on_loopback_alone(tmp_path: Path) -> None:
 
     loopback = "0100007F"
     assert together(tmp_path, 2, work)[0] <= {loopback}
+
+
+def test_a_collective_that_is_on_the_stream_is_not_waited_for(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As NCCL's, which return nothing then."""
+    done: list[str] = []
+    group = SimpleNamespace(
+        allreduce=lambda tensors, _: done.append("sum"), _allgather_base=lambda parts, x, _: done.append("gather")
+    )
+    monkeypatch.setattr(collectives, "_open", lambda *_: group)
+    exchange = Collectives(Shard(0, 2), CPU, tmp_path / "rendezvous")
+    exchange.sum(torch.ones(2, 3))
+    exchange.gather_columns(torch.ones(2, 192), VOCABULARY)
+    assert done == ["sum", "sum", "gather"]
+
+
+def test_a_rank_issues_what_no_graph_that_it_launched_holds(tmp_path: Path) -> None:
+    """Of three exchanges the graph that is launched holds the first two; the other rank issues all by itself."""
+
+    def work(exchange: Collectives) -> list[float]:
+        expected = [Exchanged("sum", rows, 2, torch.float32) for rows in (1, 2, 3)]
+        exchange.expect(expected)
+        sums = [torch.full((each.rows, each.columns), 1.0) for each in expected]
+        if exchange.shard.rank:
+            exchange.begin_graph()
+            for each in sums[:2]:
+                exchange.sum(each)
+            held = exchange.end_graph()
+            assert held == tuple(expected[:2])
+            exchange.replayed(held)
+            exchange.finish()
+        else:
+            for each in sums:
+                exchange.sum(each)
+        exchange.expect(None)
+        return [float(each[0, 0]) for each in sums]
+
+    assert together(tmp_path, 2, work) == [[2.0, 2.0, 1.0], [2.0, 2.0, 1.0]]
+
+
+def test_settings_of_nccl_are_those_of_the_user_if_there_are_any() -> None:
+    environment = {"NCCL_SOCKET_IFNAME": "eth0"}
+    prepare_nccl(environment)
+    assert environment["NCCL_SOCKET_IFNAME"] == "eth0"
+    assert (environment["NCCL_RAS_ENABLE"], environment["NCCL_GRAPH_REGISTER"]) == ("0", "0")

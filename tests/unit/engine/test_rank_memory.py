@@ -1,7 +1,8 @@
-"""Memory that runs out on one rank of a group, before any operation of a step or of its drafts (S7)."""
+"""Memory that runs out on one rank of a group, before any operation of a step or of its drafts, or any launch of a graph (S7)."""
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Callable
 from itertools import product
 from typing import Any
@@ -18,6 +19,8 @@ from hiserve.engine.rank import Follower
 from tests.helpers.cache_paths import SETTINGS, pool
 from tests.helpers.dialogues import trained
 from tests.helpers.rank_threads import rank_threads
+from tests.helpers.recorded import RecordedGraph
+from tests.helpers.recorded_llm import allow_recording
 from tests.helpers.tiered import engine_of
 from tests.helpers.widening import some
 
@@ -26,6 +29,8 @@ PROMPT = [*range(50, 60), *range(3000, 3010)]  # tokens of both ranks
 FREE = SamplingParams(temperature=0.0, max_tokens=7, ignore_eos=True)
 BOUND = SamplingParams(temperature=0.0, max_tokens=7, ignore_eos=True, grammar=Grammar.of("regex", "[a-z ]{40,60}"))
 STRIDE, FEW = 131, 337  # operations between two faults; neither divides those of a layer
+MAX_LAUNCHES = 8  # of graphs: those of the prompts, and of a step or more after them
+WHOLE = ("verify", "decode")
 
 
 class Counting(TorchDispatchMode):
@@ -93,3 +98,48 @@ def test_memory_that_runs_out_anywhere_on_a_rank_costs_one_step(
             num_failed += has_failed
             assert sum(engine_of(llm).stats().step_faults.values()) == num_failed
     assert num_failed > 1
+
+
+class FailingReplays:
+    """Memory runs out once: on one rank, at the ``launch``-th replay of a graph from the time that it is counted."""
+
+    def __init__(self, patch: pytest.MonkeyPatch, who: int, launch: int) -> None:
+        self.has_failed = False
+        replay, left = RecordedGraph.replay, launch
+
+        def counted(graph: RecordedGraph) -> None:
+            nonlocal left
+            if threading.current_thread().name.startswith("rank-") == bool(who) and not self.has_failed:
+                left -= 1
+                if left < 0:
+                    self.has_failed = True
+                    raise RuntimeError("CUDA error: out of memory")
+            replay(graph)
+
+        patch.setattr(RecordedGraph, "replay", counted)
+
+
+@pytest.mark.parametrize(
+    ("who", "num_prompts", "spec", "stride"),
+    some(product((0, 1), (1, 3), ("eagle3", "mtp", "off"), (1, 3)), (0, 1, "eagle3", 3), (1, 3, "eagle3", 3)),
+)
+def test_memory_that_runs_out_at_any_launch_of_a_graph_costs_one_step(
+    who: int, num_prompts: int, spec: str, stride: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """One prompt is a graph up to the last attention, three are pieces; the steps after them are whole graphs, drafts included."""
+    drafts: dict[str, Any] = {"spec": trained(spec), "spec_steps": 2} if spec != "off" else {"spec": "off"}
+    settings = GROUP | drafts | {"disable_prefix_cache": True}
+    prompts, sampling = [PROMPT[index:] for index in range(num_prompts)], [FREE] * num_prompts
+    with LLM(**settings | {"tp": 1}) as llm:
+        expected = [result.outputs[0].token_ids for result in llm.generate(prompts, sampling)]
+    monkeypatch.setattr(StepBackoff, "shrink", lambda *_, **__: True)  # all steps have their sizes
+    allow_recording(monkeypatch)
+    with rank_threads(), LLM(**settings | {"graphs": "all", "kv_canary": False}) as llm:
+        for launch in range(0, MAX_LAUNCHES, stride):
+            with pytest.MonkeyPatch.context() as patch:
+                failing = FailingReplays(patch, who, launch)
+                got = [result.outputs[0].token_ids for result in llm.generate(prompts, sampling)]
+            assert got == expected and failing.has_failed, f"launch {launch}"
+        stats = engine_of(llm).stats()
+    assert sum(stats.step_faults.values()) == len(range(0, MAX_LAUNCHES, stride))
+    assert stats.graph_gate["replay"].keys() >= {"mixed" if num_prompts == 1 else "piecewise", WHOLE[spec == "off"]}

@@ -3,21 +3,25 @@
 from __future__ import annotations
 
 import dataclasses
+import threading
 from collections.abc import Iterator
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
 import pytest
 
 from hiserve import LLM, SamplingParams
-from hiserve.core.plan import BatchPlan, RowAdmit, StepFault, TableWrites
+from hiserve.core.plan import BatchPlan, RowAdmit, StepFault, StepResult, TableWrites
 from hiserve.core.step_faults import OUT_OF_MEMORY
 from hiserve.core.transfers import CopyKind, PageCopy, PageRun, StoreLookup
-from hiserve.engine import group_facts, rank, ranks
+from hiserve.engine import build, executor, group_facts, rank, ranks
 from hiserve.engine.executor import Executor
+from hiserve.engine.kv_event_sender import KvEventSender
 from hiserve.engine.rank_messages import DrawOrder, Order, Ran, decode_from_rank, decode_to_rank, encode
 from hiserve.errors import ConfigError, EngineError, ModelError
 from hiserve.ipc.frames import FrameSocket
+from hiserve.ipc.kv_events import Change, Stored
 from hiserve.runners.gate import Action, Decision, Reason
 from tests.helpers.cache_paths import SETTINGS, pool
 from tests.helpers.rank_threads import rank_threads
@@ -78,9 +82,10 @@ def test_a_plan_arrives_as_it_was_made() -> None:
         awaits_masks=True,
     )
     decision = Decision(Action.REPLAY, Reason.MIXED, (10,), 16, "greedy")
-    received = decode_to_rank(encode(Order(5, plan, decision)))
+    ended = [(2, 2**32 - 1), (3, 0)]
+    received = decode_to_rank(encode(Order(5, plan, decision, ended)))
     assert isinstance(received, Order)
-    assert (received.number, received.decision) == (5, decision)
+    assert (received.number, received.decision, received.ended) == (5, decision, ended)
     assert same(received.plan, plan)
     draw = decode_to_rank(encode(DrawOrder(4, ints(0, -1), ints(1, 2, 3, 4).reshape(2, 2))))
     assert isinstance(draw, DrawOrder) and draw.masks is not None and draw.masks.tolist() == [[1, 2], [3, 4]]
@@ -128,9 +133,42 @@ def _eager() -> Decision:
 
 
 def test_an_order_that_is_missing_ends_the_rank_and_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(ranks, "Order", lambda number, plan, decision: Order(number + (number > 2), plan, decision))
+    monkeypatch.setattr(ranks, "Order", lambda number, *others: Order(number + (number > 2), *others))
     with LLM(**GROUP) as llm, pytest.raises(EngineError, match=r"rank 1: AssertionError: order 4 after 2"):
         llm.generate([PROMPT], [GREEDY])
+
+
+@pytest.mark.parametrize("where", ["tokens", "counts"])
+def test_a_rank_whose_rows_got_other_tokens_ends_the_group(monkeypatch: pytest.MonkeyPatch, where: str) -> None:
+    """One token is another on the second rank, in the fourth step."""
+    read_output, num_read = executor.read_output, 0
+
+    def read(*arguments: Any) -> StepResult:
+        nonlocal num_read
+        result = read_output(*arguments)
+        if threading.current_thread().name != "rank-1":
+            return result
+        num_read += 1
+        return dataclasses.replace(result, **{where: getattr(result, where) + (num_read == 4)})
+
+    monkeypatch.setattr(executor, "read_output", read)
+    with LLM(**GROUP) as llm, pytest.raises(EngineError, match=r"rank 1: the tokens of step \d+ are not those of the"):
+        llm.generate([PROMPT], [SamplingParams(temperature=0.0, max_tokens=12, ignore_eos=True)])
+
+
+def test_events_do_not_depend_on_the_size_of_the_group(monkeypatch: pytest.MonkeyPatch) -> None:
+    """S12: the same changes with the same digests, each once."""
+    told: dict[int, list[list[Change]]] = {1: [], 2: []}
+    for size, batches in told.items():
+        publisher = SimpleNamespace(put=batches.append, close=lambda: None, num_dropped=0)
+        monkeypatch.setattr(build, "open_kv_events", lambda *_, publisher=publisher: KvEventSender(publisher))
+        with LLM(**GROUP | {"tp": size}) as llm:
+            for prompt in (PROMPT * 2, PROMPT, [*PROMPT, *range(100, 140)]):
+                llm.generate([prompt], [GREEDY])
+            llm.flush()
+    stored = [change.digests for batch in told[1] for change in batch if isinstance(change, Stored)]
+    assert len(stored) == len(set(stored)) >= 3
+    assert told[2] == told[1]
 
 
 def test_a_rank_that_cannot_start_gives_its_reason(

@@ -216,7 +216,7 @@ def recording(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """Lets engines on the CPU capture graphs, which are recorded; their kernels compute nothing, so all replays agree."""
     monkeypatch.setattr(resolve, "_check_backend", lambda config, on_cpu: None)
     monkeypatch.setattr(resolve, "_graphs", lambda config, on_cpu: config.runner.graphs)
-    monkeypatch.setattr(runner_factory, "Capture", lambda device: RecordedCapture())
+    monkeypatch.setattr(runner_factory, "Capture", lambda device, exchange: RecordedCapture(exchange))
     monkeypatch.setattr(torch.cuda, "memory_reserved", lambda device: 0)
     monkeypatch.setattr(torch, "equal", lambda *_: True)
     with ahead._Zeros():  # type: ignore[no-untyped-call]

@@ -17,6 +17,7 @@ from hiserve.models.names import TensorSource
 from hiserve.models.shards import cut_table, local_config, refuse_unshardable
 from hiserve.models.weights import load_head_parameters, load_parameters
 from tests.helpers.models import save_family, save_llama
+from tests.helpers.packed_models import pack_gpt_oss
 
 CPU = torch.device("cpu")
 
@@ -72,6 +73,23 @@ def test_experts_are_cut_inside_and_every_rank_has_the_router(tmp_path: Path) ->
         assert torch.equal(share["layers.0.router"], whole["layers.0.router"])
 
 
+@pytest.mark.parametrize("stored", ["auto", "dummy", "packed"])
+def test_all_experts_in_one_tensor_are_cut_inside(tmp_path: Path, stored: str) -> None:
+    """Of gpt-oss: matrices transposed or in groups of 4-bit numbers, gate and up rows in turn; the sinks of a rank's heads."""
+    save_family("gpt_oss", tmp_path, intermediate_size=128)
+    if stored == "packed":
+        pack_gpt_oss(tmp_path)
+    whole, shares = whole_and_shares(tmp_path, "dummy" if stored == "dummy" else "auto", 2)
+    for rank, share in enumerate(shares):
+        inner = slice(64 * rank, 64 * (rank + 1))
+        gate_up, bias = (whole["layers.1.experts_gate_up" + name] for name in ("", "_bias"))
+        assert torch.equal(share["layers.1.experts_gate_up"], gate_up.view(6, 2, 128, 64)[:, :, inner].flatten(0, 2))
+        assert torch.equal(share["layers.1.experts_gate_up_bias"], bias.view(6, 2, 128)[:, :, inner].flatten(1))
+        assert torch.equal(share["layers.1.experts_down"], whole["layers.1.experts_down"][:, inner])
+        assert ("layers.1.experts_down_bias" in share) == (rank == 0)
+        assert torch.equal(share["layers.1.sinks"], whole["layers.1.sinks"][2 * rank : 2 * rank + 2])
+
+
 def test_experts_in_one_tensor_are_refused_whatever_their_number() -> None:
     table = {"layers.0.experts_gate_up": (TensorSource("model.layers.0.mlp.experts.gate_up_proj", (6, 96, 64)),)}
     with pytest.raises(ConfigError, match="all experts in one tensor") as caught:
@@ -116,8 +134,7 @@ def test_facts_of_a_share_are_those_of_its_parameters(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("shape", "size", "fact"),
     [
-        ("gpt-oss-20b", 2, "sinks"),
-        ("gemma-3-27b", 2, "norms of outputs"),
+        ("gpt-oss-20b-mxfp4", 4, "MLPs of width 2880 and 2880, in groups of 32. Use one of 1, 2."),
         ("v3-like", 2, "latent attention"),
         ("qwen3.5-35b-a3b", 2, "recurrent states"),
         ("v4-flash-like", 2, "compressed rows"),
@@ -131,6 +148,11 @@ def test_what_a_group_cannot_compute_is_refused_by_name(shape: str, size: int, f
     with pytest.raises(ConfigError, match=fact) as caught:
         refuse_unshardable(config, size)
     assert caught.value.param == "tp"
+
+
+@pytest.mark.parametrize(("shape", "size"), [("gpt-oss-20b", 4), ("gpt-oss-20b-mxfp4", 2), ("gemma-3-27b", 8)])
+def test_models_with_windows_are_computed_by_groups(shape: str, size: int) -> None:
+    refuse_unshardable(shape_config(shape), size)
 
 
 def test_a_share_of_a_group_of_one_is_the_model() -> None:

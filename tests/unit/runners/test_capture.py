@@ -29,6 +29,7 @@ def test_a_graph_is_launched_while_its_own_device_is_current(monkeypatch: pytest
 
     monkeypatch.setattr(torch.cuda, "device", device)
     graph: Any = Graph.__new__(Graph)
+    graph._exchange = None
     graph._graph, graph._device = Launched(), torch.device("cuda", 1)
     graph.replay()
     assert launched == [(torch.device("cuda", 1),)] and not entered

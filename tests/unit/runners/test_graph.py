@@ -15,6 +15,7 @@ from hiserve.core.plan import BatchPlan
 from hiserve.core.request import SamplingParams
 from hiserve.runners import step_output
 from hiserve.runners.capture import without_collections
+from hiserve.runners.gate import Action, Decision, Reason
 from hiserve.sampling.sampler import SamplingBatch, sample
 from tests.helpers.breaking import Breaking
 from tests.helpers.cuda import (
@@ -200,6 +201,17 @@ def test_mixed_steps_over_garbage_give_the_tokens_of_eager_steps(
     counts = decisions(subject)
     assert counts.pop("replay/mixed") > 20
     assert counts == {"eager/width": 2}  # three prompts at once, in each turn
+
+
+def test_a_mixed_step_waits_for_a_load_that_ended_on_another_rank_alone(subject: Engine) -> None:
+    with_mixed(subject, (8, 16, 32), capture=RecordedCapture())
+    planner, waited = HandPlanner(PAGE, NUM_PAGES), list[int | None]()
+    planner.admit(1, list(range(7, 20)))
+    plan = planner.step({1: 13})
+    with torch.inference_mode():
+        subject.rows.apply(plan)
+        subject.runners.forward(plan, Decision(Action.REPLAY, Reason.MIXED, (3,), 16, "greedy"), waited.append)(False)
+    assert waited == [None]
 
 
 def test_a_graph_of_mixed_steps_verifies_drafts_of_different_numbers(subject: Engine, eager: Engine) -> None:

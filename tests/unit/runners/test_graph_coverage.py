@@ -32,6 +32,9 @@ class Refusing:
     def record(self, work: Any) -> Any:
         raise RuntimeError("there is no device\nto capture for")
 
+    def check_failure(self, error: RuntimeError) -> None:
+        """It may fail."""
+
 
 class Some:
     """Has something for graphs of these numbers of rows."""
