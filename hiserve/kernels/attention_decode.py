@@ -117,22 +117,13 @@ def decode(
     num_programs = schedule.counts.shape[1]
     assert num_programs == num_kv_heads * triton.cdiv(rows.max_q_len * shape.group, shape.num_queries), num_programs
     _attend[(num_programs, schedule.parts.shape[0])](
-        q,
-        _Pool(kv.k, kv.v if kv.scales is None else kv.v.view(torch.int16), kv.scales),
+        q, _Pool(kv.k, kv.v if kv.scales is None else kv.v.view(torch.int16), kv.scales),
         _Rows(rows.page_table, tree_mask, schedule.parts, schedule.counts),
-        _Results(out, lse, sinks, part_out, part_lse),
-        q.stride(0),
-        kv.k.stride(0),
-        rows.page_table.stride(0),
-        rows.max_q_len,
-        schedule.window,
-        scale * math.log2(math.e),
-        shape,
-        num_warps=schedule.tile.num_warps,
-        num_stages=schedule.tile.num_stages,
-        maxnreg=schedule.tile.max_registers,
+        _Results(out, lse, sinks, part_out, part_lse), q.stride(0), kv.k.stride(0), rows.page_table.stride(0),
+        rows.max_q_len, schedule.window, scale * math.log2(math.e), shape,
+        num_warps=schedule.tile.num_warps, num_stages=schedule.tile.num_stages, maxnreg=schedule.tile.max_registers,
         **early_launch(q.device),
-    )
+    )  # fmt: skip
     return out
 
 
@@ -161,19 +152,9 @@ def _has_instructions(q: Tensor) -> bool:
 
 @triton.jit(do_not_specialize=["table_stride", "max_q_len", "window", "scale"])  # type: ignore[untyped-decorator]
 def _attend(  # type: ignore[no-untyped-def]
-    q,
-    pool,
-    rows,
-    results,
-    q_stride,
-    slot_stride,
-    table_stride,
-    max_q_len,
-    window,
-    scale,
-    SHAPE: tl.constexpr,  # noqa: N803
-    IS_EARLY: tl.constexpr,  # noqa: N803
-):
+    q, pool, rows, results, q_stride, slot_stride, table_stride, max_q_len, window, scale,
+    SHAPE: tl.constexpr, IS_EARLY: tl.constexpr  # noqa: N803
+):  # fmt: skip
     """One program: some queries of one KV head of one row, over one part of its keys. Heads of a row are adjacent."""
     start_next(IS_EARLY)
     await_previous(IS_EARLY)
@@ -224,21 +205,9 @@ def _queries(number, SHAPE: tl.constexpr):  # type: ignore[no-untyped-def]  # no
 
 @triton.jit  # type: ignore[untyped-decorator]
 def _attend_part(  # type: ignore[no-untyped-def]
-    queries,
-    pool,
-    kv_head,
-    pages,
-    token,
-    depth,
-    seen,
-    prefix,
-    first,
-    end,
-    slot_stride,
-    window,
-    scale,
-    SHAPE: tl.constexpr,  # noqa: N803
-):
+    queries, pool, kv_head, pages, token, depth, seen, prefix, first, end, slot_stride, window, scale,
+    SHAPE: tl.constexpr  # noqa: N803
+):  # fmt: skip
     """Attends over keys ``first`` (a block's start) to ``end``: weighted sum of values, top score, sum of weights."""
     QUERIES: tl.constexpr = SHAPE.num_queries  # noqa: N806
     KEYS: tl.constexpr = SHAPE.num_keys  # noqa: N806
@@ -273,21 +242,9 @@ def _attend_part(  # type: ignore[no-untyped-def]
 
 @triton.jit  # type: ignore[untyped-decorator]
 def _attend_packed(  # type: ignore[no-untyped-def]
-    queries,
-    pool,
-    kv_head,
-    pages,
-    token,
-    depth,
-    seen,
-    prefix,
-    first,
-    end,
-    slot_stride,
-    window,
-    scale,
-    SHAPE: tl.constexpr,  # noqa: N803
-):
+    queries, pool, kv_head, pages, token, depth, seen, prefix, first, end, slot_stride, window, scale,
+    SHAPE: tl.constexpr  # noqa: N803
+):  # fmt: skip
     """Like ``_attend_part``, of keys and values in 8 bits.
 
     Values are read two at a time, an even and an odd one, which have products of their own: elements of 16 bits come from

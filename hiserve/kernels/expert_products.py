@@ -99,26 +99,10 @@ def multiply(
 
 @triton.jit(do_not_specialize=["num_per_token", "num_experts", "num_chosen"])  # type: ignore[untyped-decorator]
 def _product_kernel(  # type: ignore[no-untyped-def]
-    source,
-    weight,
-    shared,
-    bias,
-    order,
-    ends,
-    out,
-    num_experts,
-    num_chosen,
-    num_columns,
-    depth,
-    num_per_token,
-    EXPERTS: tl.constexpr,  # noqa: N803
-    ACTIVATION: tl.constexpr,  # noqa: N803
-    ROWS: tl.constexpr,  # noqa: N803
-    COLUMNS: tl.constexpr,  # noqa: N803
-    DEPTH: tl.constexpr,  # noqa: N803
-    IS_EVEN: tl.constexpr,  # noqa: N803
-    HALVES: tl.constexpr,  # noqa: N803
-):
+    source, weight, shared, bias, order, ends, out, num_experts, num_chosen, num_columns, depth, num_per_token,
+    EXPERTS: tl.constexpr, ACTIVATION: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr,  # noqa: N803
+    DEPTH: tl.constexpr, IS_EVEN: tl.constexpr, HALVES: tl.constexpr  # noqa: N803
+):  # fmt: skip
     """Each program multiplies a block of an expert's rows with a block of its weights.
 
     With an activation rows are those of the pairs' tokens, weights are those of gate and up, and results are in the
@@ -144,26 +128,10 @@ def _product_kernel(  # type: ignore[no-untyped-def]
 
 @triton.jit  # type: ignore[untyped-decorator]
 def _multiply(  # type: ignore[no-untyped-def]
-    source,
-    weight,
-    shared,
-    bias,
-    order,
-    out,
-    expert,
-    start,
-    end,
-    column,
-    num_experts,
-    num_chosen,
-    num_columns,
-    depth,
+    source, weight, shared, bias, order, out, expert, start, end, column, num_experts, num_chosen, num_columns, depth,
     num_per_token,
-    ACTIVATION: tl.constexpr,  # noqa: N803
-    ROWS: tl.constexpr,  # noqa: N803
-    DEPTH: tl.constexpr,  # noqa: N803
-    IS_EVEN: tl.constexpr,  # noqa: N803
-):
+    ACTIVATION: tl.constexpr, ROWS: tl.constexpr, DEPTH: tl.constexpr, IS_EVEN: tl.constexpr  # noqa: N803
+):  # fmt: skip
     """Multiplies an expert's rows from ``start`` on with some of its columns.
 
     What lies behind the last row or column is read in place of nothing and stored nowhere, so that loads have no mask;

@@ -97,11 +97,8 @@ def column_at(place):  # type: ignore[no-untyped-def]
 @triton.jit  # type: ignore[untyped-decorator]
 def widen_quarters(  # type: ignore[no-untyped-def]
     packed,
-    DTYPE: tl.constexpr,  # noqa: N803
-    MAGIC: tl.constexpr,  # noqa: N803
-    IS_CENTERED: tl.constexpr,  # noqa: N803
-    HAS_INSTRUCTIONS: tl.constexpr,  # noqa: N803
-):
+    DTYPE: tl.constexpr, MAGIC: tl.constexpr, IS_CENTERED: tl.constexpr, HAS_INSTRUCTIONS: tl.constexpr  # noqa: N803
+):  # fmt: skip
     """Returns the four codes of int16, from the lowest bits on: less 8, or plus the number whose bits are ``MAGIC``."""
     if HAS_INSTRUCTIONS:
         text: tl.constexpr = _CENTERED if IS_CENTERED else _RAISED

@@ -49,33 +49,13 @@ def mix_few(
     activated, out = x.new_empty((num_tokens, num_turns, inner)), torch.empty_like(x)
     shared_gate_up, shared_down = (None, None) if shared is None else shared
     _gate_kernel[(triton.cdiv(inner, _GATE.columns), num_turns, num_tokens)](
-        x,
-        chosen,
-        gate_up,
-        shared_gate_up,
-        biases[0],
-        activated,
-        inner,
-        hidden,
-        NUM_CHOSEN=num_chosen,
-        ACTIVATION=activation,
-        **_sizes(_GATE, hidden),
-        **early_launch(x.device),
-    )
+        x, chosen, gate_up, shared_gate_up, biases[0], activated, inner, hidden,
+        NUM_CHOSEN=num_chosen, ACTIVATION=activation, **_sizes(_GATE, hidden), **early_launch(x.device),
+    )  # fmt: skip
     _down_kernel[(triton.cdiv(hidden, _DOWN.columns), num_tokens)](
-        activated,
-        shares,
-        chosen,
-        down,
-        shared_down,
-        biases[1],
-        out,
-        hidden,
-        inner,
-        NUM_CHOSEN=num_chosen,
-        **_sizes(_DOWN, inner),
-        **early_launch(x.device),
-    )
+        activated, shares, chosen, down, shared_down, biases[1], out, hidden, inner,
+        NUM_CHOSEN=num_chosen, **_sizes(_DOWN, inner), **early_launch(x.device),
+    )  # fmt: skip
     return out
 
 
@@ -86,20 +66,10 @@ def _sizes(block: _Block, depth: int) -> dict[str, int]:
 
 @triton.jit  # type: ignore[untyped-decorator]
 def _gate_kernel(  # type: ignore[no-untyped-def]
-    x,
-    chosen,
-    gate_up,
-    shared,
-    bias,
-    out,
-    num_columns,
-    depth,
-    NUM_CHOSEN: tl.constexpr,  # noqa: N803
-    ACTIVATION: tl.constexpr,  # noqa: N803
-    COLUMNS: tl.constexpr,  # noqa: N803
-    DEPTH: tl.constexpr,  # noqa: N803
-    IS_EARLY: tl.constexpr,  # noqa: N803
-):
+    x, chosen, gate_up, shared, bias, out, num_columns, depth,
+    NUM_CHOSEN: tl.constexpr, ACTIVATION: tl.constexpr, COLUMNS: tl.constexpr, DEPTH: tl.constexpr,  # noqa: N803
+    IS_EARLY: tl.constexpr  # noqa: N803
+):  # fmt: skip
     """Each program computes some activated columns of one pair; the pair after a token's own is that of ``shared``."""
     start_next(IS_EARLY)
     await_previous(IS_EARLY)
@@ -125,20 +95,9 @@ def _gate_kernel(  # type: ignore[no-untyped-def]
 
 @triton.jit  # type: ignore[untyped-decorator]
 def _down_kernel(  # type: ignore[no-untyped-def]
-    activated,
-    shares,
-    chosen,
-    down,
-    shared,
-    bias,
-    out,
-    num_columns,
-    depth,
-    NUM_CHOSEN: tl.constexpr,  # noqa: N803
-    COLUMNS: tl.constexpr,  # noqa: N803
-    DEPTH: tl.constexpr,  # noqa: N803
-    IS_EARLY: tl.constexpr,  # noqa: N803
-):
+    activated, shares, chosen, down, shared, bias, out, num_columns, depth,
+    NUM_CHOSEN: tl.constexpr, COLUMNS: tl.constexpr, DEPTH: tl.constexpr, IS_EARLY: tl.constexpr  # noqa: N803
+):  # fmt: skip
     """Each program sums some columns of one token over its experts, the likeliest first and ``shared`` last."""
     start_next(IS_EARLY)
     await_previous(IS_EARLY)
@@ -163,15 +122,7 @@ def _down_kernel(  # type: ignore[no-untyped-def]
 
 
 @triton.jit  # type: ignore[untyped-decorator]
-def _products(  # type: ignore[no-untyped-def]
-    source,
-    matrix,
-    column,
-    is_column,
-    depth,
-    COLUMNS: tl.constexpr,  # noqa: N803
-    DEPTH: tl.constexpr,  # noqa: N803
-):
+def _products(source, matrix, column, is_column, depth, COLUMNS: tl.constexpr, DEPTH: tl.constexpr):  # type: ignore[no-untyped-def]  # noqa: N803
     """Returns the products of a row and some rows of a matrix, float32 ``[COLUMNS]``."""
     element = tl.arange(0, DEPTH)
     rows = matrix + column.to(tl.int64)[:, None] * depth + element[None, :]

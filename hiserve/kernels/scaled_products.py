@@ -55,16 +55,10 @@ def round_tokens(x: Tensor, group: int) -> tuple[Tensor, Tensor]:
     codes = torch.empty(x.shape, dtype=torch.float8_e4m3fn, device=x.device)
     scales = torch.empty((num_rows, depth // group), dtype=torch.float32, device=x.device)
     _round_kernel[(num_rows, depth // group)](
-        x,
-        codes.view(torch.uint8),
-        scales,
-        group,
-        LARGEST=LARGEST,
-        LEAST=_LEAST,
-        BLOCK=block,
-        num_warps=max(1, min(_MAX_WARPS, block // _ELEMENTS_PER_WARP)),
+        x, codes.view(torch.uint8), scales, group,
+        LARGEST=LARGEST, LEAST=_LEAST, BLOCK=block, num_warps=max(1, min(_MAX_WARPS, block // _ELEMENTS_PER_WARP)),
         **early_launch(x.device),
-    )
+    )  # fmt: skip
     return codes, scales
 
 
@@ -91,21 +85,10 @@ def _upcast(weight: QuantizedWeight, first: int, last: int, dtype: torch.dtype) 
     width = _UPCAST_DEPTH if is_wide else weight.spec.half_tile
     out = torch.empty((last - first, depth), dtype=dtype, device=weight.device)
     _upcast_kernel[((last - first) // TILE_ROWS, depth // width)](
-        weight.codes,
-        weight.scales,
-        weight.zeros,
-        out,
-        first,
-        weight.shape[0],
-        depth,
-        ROWS=TILE_ROWS,
-        WIDTH=width,
-        GROUP=group,
-        MIDDLE_ZERO=MIDDLE,
-        IS_WIDE=is_wide,
-        num_warps=4,
+        weight.codes, weight.scales, weight.zeros, out, first, weight.shape[0], depth,
+        ROWS=TILE_ROWS, WIDTH=width, GROUP=group, MIDDLE_ZERO=MIDDLE, IS_WIDE=is_wide, num_warps=4,
         **early_launch(weight.device),
-    )
+    )  # fmt: skip
     return out
 
 
@@ -117,35 +100,17 @@ def _multiply_blocks(
     out = torch.empty((num_rows, num_columns), dtype=dtype, device=codes.device)
     grid = (triton.cdiv(num_rows, _PRODUCT_ROWS), triton.cdiv(num_columns, _BLOCK))
     _block_kernel[grid](
-        codes,
-        scales,
-        weight.codes,
-        weight.scales,
-        bias,
-        out,
-        num_rows,
-        num_columns,
-        depth,
-        ROWS=_PRODUCT_ROWS,
-        BLOCK=_BLOCK,
-        num_warps=8,
-        num_stages=4,
-        **early_launch(codes.device),
-    )
+        codes, scales, weight.codes, weight.scales, bias, out, num_rows, num_columns, depth,
+        ROWS=_PRODUCT_ROWS, BLOCK=_BLOCK, num_warps=8, num_stages=4, **early_launch(codes.device),
+    )  # fmt: skip
     return out
 
 
 @triton.jit  # type: ignore[untyped-decorator]
 def _round_kernel(  # type: ignore[no-untyped-def]
-    x,
-    codes,
-    scales,
-    group,
-    LARGEST: tl.constexpr,  # noqa: N803
-    LEAST: tl.constexpr,  # noqa: N803
-    BLOCK: tl.constexpr,  # noqa: N803
-    IS_EARLY: tl.constexpr,  # noqa: N803
-):
+    x, codes, scales, group,
+    LARGEST: tl.constexpr, LEAST: tl.constexpr, BLOCK: tl.constexpr, IS_EARLY: tl.constexpr  # noqa: N803
+):  # fmt: skip
     """Each program rounds one group of a token."""
     start_next(IS_EARLY)
     await_previous(IS_EARLY)
@@ -163,20 +128,10 @@ def _round_kernel(  # type: ignore[no-untyped-def]
 
 @triton.jit  # type: ignore[untyped-decorator]
 def _upcast_kernel(  # type: ignore[no-untyped-def]
-    codes,
-    scales,
-    zeros,
-    out,
-    first,
-    num_rows,
-    depth,
-    ROWS: tl.constexpr,  # noqa: N803
-    WIDTH: tl.constexpr,  # noqa: N803
-    GROUP: tl.constexpr,  # noqa: N803
-    MIDDLE_ZERO: tl.constexpr,  # noqa: N803
-    IS_WIDE: tl.constexpr,  # noqa: N803
-    IS_EARLY: tl.constexpr,  # noqa: N803
-):
+    codes, scales, zeros, out, first, num_rows, depth,
+    ROWS: tl.constexpr, WIDTH: tl.constexpr, GROUP: tl.constexpr, MIDDLE_ZERO: tl.constexpr,  # noqa: N803
+    IS_WIDE: tl.constexpr, IS_EARLY: tl.constexpr  # noqa: N803
+):  # fmt: skip
     """Each program spells out ``WIDTH`` columns of ``ROWS`` rows, the first of which is ``first``."""
     start_next(IS_EARLY)
     await_previous(IS_EARLY)
@@ -206,19 +161,9 @@ def _upcast_kernel(  # type: ignore[no-untyped-def]
 
 @triton.jit(do_not_specialize=["num_rows"])  # type: ignore[untyped-decorator]
 def _block_kernel(  # type: ignore[no-untyped-def]
-    x,
-    x_scales,
-    codes,
-    scales,
-    bias,
-    out,
-    num_rows,
-    num_columns,
-    depth,
-    ROWS: tl.constexpr,  # noqa: N803
-    BLOCK: tl.constexpr,  # noqa: N803
-    IS_EARLY: tl.constexpr,  # noqa: N803
-):
+    x, x_scales, codes, scales, bias, out, num_rows, num_columns, depth,
+    ROWS: tl.constexpr, BLOCK: tl.constexpr, IS_EARLY: tl.constexpr  # noqa: N803
+):  # fmt: skip
     """Each program multiplies ``ROWS`` rows by ``BLOCK`` rows of the weight; sums of ``BLOCK`` inputs are scaled."""
     start_next(IS_EARLY)
     await_previous(IS_EARLY)

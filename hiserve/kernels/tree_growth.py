@@ -68,38 +68,17 @@ def grow(
     found = _Found(values, torch.empty_like(values, dtype=torch.int32), values.new_empty((num_tokens, num_parts, 2)))
     depth = 0 if before is None else 1 + before.depth
     _find_candidates[(num_parts, num_tokens)](
-        logits,
-        None if noise is None else _Noise(*noise),
-        positions,
-        found,
-        num_each,
-        depth,
-        size,
-        width,
-        STREAM=SAMPLE_STREAM,
-        BLOCK=_SCORE_BLOCK,
-        num_warps=_SCORE_WARPS,
-        **early_launch(logits.device),
-    )
+        logits, None if noise is None else _Noise(*noise), positions, found, num_each, depth, size, width,
+        STREAM=SAMPLE_STREAM, BLOCK=_SCORE_BLOCK, num_warps=_SCORE_WARPS, **early_launch(logits.device),
+    )  # fmt: skip
     nodes = None if depth + 1 == candidates.shape.depth else _new_nodes(num_rows, width, depth, logits.device)
     _grow_level[(num_rows,)](
-        found,
-        _Candidates(candidates.worth, candidates.tokens, candidates.parents),
-        positions,
-        None if before is None else _Nodes(*_parts_of(before)),
-        None if nodes is None else _Nodes(*_parts_of(nodes)),
-        num_parts,
-        num_each,
-        depth,
-        candidates.places(depth).start,
-        candidates.shape.num_candidates,
-        width,
-        MAX_PARTS=triton.next_power_of_2(num_parts),
-        MAX_VALUES=triton.next_power_of_2(num_parts * width),
-        BLOCK=triton.next_power_of_2(width * num_each),
-        num_warps=4,
-        **early_launch(logits.device),
-    )
+        found, _Candidates(candidates.worth, candidates.tokens, candidates.parents), positions,
+        None if before is None else _Nodes(*_parts_of(before)), None if nodes is None else _Nodes(*_parts_of(nodes)),
+        num_parts, num_each, depth, candidates.places(depth).start, candidates.shape.num_candidates, width,
+        MAX_PARTS=triton.next_power_of_2(num_parts), MAX_VALUES=triton.next_power_of_2(num_parts * width),
+        BLOCK=triton.next_power_of_2(width * num_each), num_warps=4, **early_launch(logits.device),
+    )  # fmt: skip
     return nodes
 
 
@@ -108,24 +87,12 @@ def write_trees(candidates: TreeCandidates, rows: Tensor, legal: Tensor, positio
     trees, shape = state.trees, candidates.shape
     size = shape.num_candidates
     _write_trees[(rows.shape[0],)](
-        _Candidates(candidates.worth, candidates.tokens, candidates.parents),
-        rows,
-        legal,
-        positions,
-        trees.is_chain,
-        torch.empty_like(candidates.tokens),
-        state.tokens,
-        trees.masks,
-        state.tokens.shape[1],
-        trees.masks.shape[1],
-        size,
-        candidates.places(shape.depth - 1).start,
-        shape.depth,
-        shape.num_nodes,
-        BLOCK=triton.next_power_of_2(max(size, shape.num_nodes)),
-        num_warps=1 if size <= 128 else 4,
+        _Candidates(candidates.worth, candidates.tokens, candidates.parents), rows, legal, positions, trees.is_chain,
+        torch.empty_like(candidates.tokens), state.tokens, trees.masks, state.tokens.shape[1], trees.masks.shape[1],
+        size, candidates.places(shape.depth - 1).start, shape.depth, shape.num_nodes,
+        BLOCK=triton.next_power_of_2(max(size, shape.num_nodes)), num_warps=1 if size <= 128 else 4,
         **early_launch(rows.device),
-    )
+    )  # fmt: skip
 
 
 def _new_nodes(num_rows: int, width: int, depth: int, device: torch.device) -> DraftNodes:
@@ -140,18 +107,9 @@ def _parts_of(nodes: DraftNodes) -> tuple[Tensor, ...]:
 
 @triton.jit(do_not_specialize=["num_each", "depth"])  # type: ignore[untyped-decorator]
 def _find_candidates(  # type: ignore[no-untyped-def]
-    logits,
-    noise,
-    positions,
-    found,
-    num_each,
-    depth,
-    size,
-    count,
-    STREAM: tl.constexpr,  # noqa: N803
-    BLOCK: tl.constexpr,  # noqa: N803
-    IS_EARLY: tl.constexpr,  # noqa: N803
-):
+    logits, noise, positions, found, num_each, depth, size, count,
+    STREAM: tl.constexpr, BLOCK: tl.constexpr, IS_EARLY: tl.constexpr  # noqa: N803
+):  # fmt: skip
     """Each program finds the best entries of one part of a row of logits, their maximum, and the sum of exponentials below it."""
     part, row = tl.program_id(0), tl.program_id(1).to(tl.int64)
     start_next(IS_EARLY)
@@ -182,22 +140,9 @@ def _find_candidates(  # type: ignore[no-untyped-def]
 
 @triton.jit(do_not_specialize=["num_parts", "num_each", "depth", "start", "num_candidates"])  # type: ignore[untyped-decorator]
 def _grow_level(  # type: ignore[no-untyped-def]
-    found,
-    candidates,
-    positions,
-    before,
-    nodes,
-    num_parts,
-    num_each,
-    depth,
-    start,
-    num_candidates,
-    width,
-    MAX_PARTS: tl.constexpr,  # noqa: N803
-    MAX_VALUES: tl.constexpr,  # noqa: N803
-    BLOCK: tl.constexpr,  # noqa: N803
-    IS_EARLY: tl.constexpr,  # noqa: N803
-):
+    found, candidates, positions, before, nodes, num_parts, num_each, depth, start, num_candidates, width,
+    MAX_PARTS: tl.constexpr, MAX_VALUES: tl.constexpr, BLOCK: tl.constexpr, IS_EARLY: tl.constexpr  # noqa: N803
+):  # fmt: skip
     """Each program finds the candidates of one tree's level, and the best of them."""
     number = tl.program_id(0).to(tl.int64)
     start_next(IS_EARLY)
@@ -233,17 +178,7 @@ def _grow_level(  # type: ignore[no-untyped-def]
 
 
 @triton.jit  # type: ignore[untyped-decorator]
-def _join_parts(  # type: ignore[no-untyped-def]
-    found,
-    row,
-    num_parts,
-    count,
-    worth,
-    tokens,
-    share,
-    MAX_PARTS: tl.constexpr,  # noqa: N803
-    MAX_VALUES: tl.constexpr,  # noqa: N803
-):
+def _join_parts(found, row, num_parts, count, worth, tokens, share, MAX_PARTS: tl.constexpr, MAX_VALUES: tl.constexpr):  # type: ignore[no-untyped-def]  # noqa: N803
     """Stores the best entries of all parts of a row of logits, and their probabilities times ``share``."""
     part, index = tl.arange(0, MAX_PARTS), tl.arange(0, MAX_VALUES)
     at = found.sums + (row * num_parts + part) * 2
@@ -278,23 +213,10 @@ def _rank(worth, count, BLOCK: tl.constexpr):  # type: ignore[no-untyped-def]  #
 
 @triton.jit(do_not_specialize=["num_candidates", "last_start", "depth"])  # type: ignore[untyped-decorator]
 def _write_trees(  # type: ignore[no-untyped-def]
-    candidates,
-    rows,
-    legal,
-    positions,
-    is_chain,
-    numbers,
-    tokens,
-    masks,
-    capacity,
-    mask_stride,
-    num_candidates,
-    last_start,
-    depth,
-    num_nodes,
-    BLOCK: tl.constexpr,  # noqa: N803
-    IS_EARLY: tl.constexpr,  # noqa: N803
-):
+    candidates, rows, legal, positions, is_chain, numbers, tokens, masks, capacity, mask_stride, num_candidates,
+    last_start, depth, num_nodes,
+    BLOCK: tl.constexpr, IS_EARLY: tl.constexpr  # noqa: N803
+):  # fmt: skip
     """Each program chooses the nodes of one tree: numbers them, then follows the parents of each for its mask."""
     tree = tl.program_id(0).to(tl.int64)
     start_next(IS_EARLY)

@@ -22,22 +22,10 @@ def walk(drawn: Tensor, sampling_rows: Tensor, num_draft: Tensor, state: RowTens
     counts = torch.empty(num_sampling, dtype=torch.int64, device=drawn.device)
     path = counts.new_empty((num_sampling, 1 + max_depth))
     _walk_rows[(num_sampling,)](
-        drawn,
-        sampling_rows,
-        num_draft,
-        state.known_len,
-        state.tokens,
-        masks,
-        counts,
-        path,
-        width,
-        state.tokens.shape[1],
-        masks.shape[1],
-        max_depth,
-        BLOCK=triton.next_power_of_2(width),
-        num_warps=1,
-        **early_launch(drawn.device),
-    )
+        drawn, sampling_rows, num_draft, state.known_len, state.tokens, masks, counts, path, width,
+        state.tokens.shape[1], masks.shape[1], max_depth,
+        BLOCK=triton.next_power_of_2(width), num_warps=1, **early_launch(drawn.device),
+    )  # fmt: skip
     return counts, path
 
 
@@ -48,37 +36,17 @@ def move(storages: Sequence[Tensor], slots: Tensor, starts: Tensor, path: Tensor
         num_bytes = rows.shape[2] * rows.element_size()
         rows = rows.view(torch.int32 if num_bytes % 4 == 0 else torch.uint8)
         _move_rows[(path.shape[0], rows.shape[0])](
-            rows,
-            slots,
-            starts,
-            path,
-            counts,
-            num_slots,
-            path.shape[1],
-            SIZE=rows.shape[2],
-            BLOCK=min(_MOVE_BLOCK, triton.next_power_of_2(rows.shape[2])),
-            num_warps=4,
+            rows, slots, starts, path, counts, num_slots, path.shape[1],
+            SIZE=rows.shape[2], BLOCK=min(_MOVE_BLOCK, triton.next_power_of_2(rows.shape[2])), num_warps=4,
             **early_launch(storage.device),
-        )
+        )  # fmt: skip
 
 
 @triton.jit(do_not_specialize=["sampling_rows", "num_draft", "width", "num_nodes", "max_depth"])  # type: ignore[untyped-decorator]
 def _walk_rows(  # type: ignore[no-untyped-def]
-    drawn,
-    sampling_rows,
-    num_draft,
-    known_len,
-    tokens,
-    masks,
-    counts,
-    path,
-    width,
-    capacity,
-    num_nodes,
-    max_depth,
-    BLOCK: tl.constexpr,  # noqa: N803
-    IS_EARLY: tl.constexpr,  # noqa: N803
-):
+    drawn, sampling_rows, num_draft, known_len, tokens, masks, counts, path, width, capacity, num_nodes, max_depth,
+    BLOCK: tl.constexpr, IS_EARLY: tl.constexpr  # noqa: N803
+):  # fmt: skip
     """Each program walks the tree of one row."""
     number = tl.program_id(0).to(tl.int64)
     start_next(IS_EARLY)
@@ -103,17 +71,9 @@ def _walk_rows(  # type: ignore[no-untyped-def]
 
 @triton.jit(do_not_specialize=["slots", "starts", "num_nodes"])  # type: ignore[untyped-decorator]
 def _move_rows(  # type: ignore[no-untyped-def]
-    rows,
-    slots,
-    starts,
-    path,
-    counts,
-    num_slots,
-    num_nodes,
-    SIZE: tl.constexpr,  # noqa: N803
-    BLOCK: tl.constexpr,  # noqa: N803
-    IS_EARLY: tl.constexpr,  # noqa: N803
-):
+    rows, slots, starts, path, counts, num_slots, num_nodes,
+    SIZE: tl.constexpr, BLOCK: tl.constexpr, IS_EARLY: tl.constexpr  # noqa: N803
+):  # fmt: skip
     """Each program moves one plane of the nodes of one path, one after the other: a thread reads an element before it writes there."""
     number, plane = tl.program_id(0).to(tl.int64), tl.program_id(1).to(tl.int64)
     start_next(IS_EARLY)
