@@ -36,7 +36,7 @@ test-gpu: $(VENV)/.installed-dev  ## the GPU suite; its log goes to benchmarks/r
 	$(BIN)/python -m tools.gpu_suite $(if $(COMMIT),--commit $(COMMIT)) $(ARGS)
 
 test-wide: $(VENV)/.installed-dev  ## more cases of what `make test` runs: all pairs of factors, longer runs
-	$(BIN)/python -m pytest -m wide -n 3 --dist loadfile
+	$(BIN)/python -m pytest -m wide -p tools.pytest_forks --forks 3
 
 test-long: $(VENV)/.installed-dev  ## the full products and the soaks
 	$(BIN)/python -m pytest -m long --timeout 3600

@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import atexit
 import gc
-import os
 import signal
 from collections.abc import Iterator
 
@@ -12,21 +10,14 @@ import pytest
 
 
 def pytest_configure(config: pytest.Config) -> None:
-    """Gives SIGINT its usual handler, and processes that share the machine one thread of torch each.
-
-    Shells start background jobs with SIGINT ignored, and so would tests and their children. OpenMP's threads wait for each
-    other in a loop: more of them than cores slow all tests down. What is set here holds for torch, which is not imported yet.
-    """
-    if "PYTEST_XDIST_WORKER" in os.environ:
-        os.environ.setdefault("OMP_NUM_THREADS", "1")
-        atexit.register(os._exit, 0)  # the first is called last: taking all modules apart would take 4 s of CPU
+    """Gives SIGINT its usual handler: shells start background jobs with SIGINT ignored, and so would tests and their children."""
     if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
         signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
 @pytest.hookimpl(wrapper=True)
 def pytest_generate_tests(metafunc: pytest.Metafunc) -> Iterator[None]:
-    """Makes one item of the long cases of a test where they are left out: 7,900 of them would take 8 s of CPU in each process.
+    """Makes one item of the long cases of a test where they are left out: 7,900 of them would take 8 s of CPU.
 
     The one that is made shows that the parameters fit the test; it is left out then, as each of them was.
     """
@@ -53,8 +44,8 @@ def pytest_collection_finish() -> None:
     gc.enable()
 
 
-def pytest_sessionfinish() -> None:
+def pytest_sessionfinish(session: pytest.Session) -> None:
     """Lets it go where the interpreter is taken apart: libraries report at the end what is left of them."""
-    if "PYTEST_XDIST_WORKER" not in os.environ:
+    if not session.config.getoption("forks", 0):
         gc.enable()
         gc.unfreeze()

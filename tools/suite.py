@@ -14,10 +14,9 @@ from pathlib import Path
 
 from tools.pytest_run import ROOT, run_pytest, verdict
 
-IN_CI = "not gpu and not long and not wide and not clients and not browser and not fleet"
-# In the order of the folders: engines and servers come first, short files last, so that all processes end together.
+# In the order of the folders: engines and servers come first, short files last, so that all forks end together.
 # Three of them for two cores: a test that waits for a server of its own uses 0.6 of a core.
-TESTS = ("-m", IN_CI, "-n", "3", "--dist", "loadfile", "--no-loadscope-reorder")
+TESTS = ("-p", "tools.pytest_forks", "--forks", "3")
 CHECKS = {
     "format": ("ruff", "format", "--check", "."),
     "lint": ("ruff", "check", "."),

@@ -96,7 +96,7 @@ print("ended:", run.exit_code, [each.name for each in run.outcomes])
         start_new_session=True,
         check=True,
     )
-    assert "ended: 2 ['test_some::test_ends'" in done.stdout
+    assert "ended: 2 ['test_some::test_ends']" in done.stdout
 
 
 def test_a_run_that_could_not_report_has_failed_and_one_that_selects_nothing_has_not(tmp_path: Path) -> None:
