@@ -6,7 +6,7 @@ So what a graph holds fast is held fast here: addresses, shapes, and every numbe
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from types import SimpleNamespace
@@ -53,20 +53,27 @@ class Recorder(TorchDispatchMode):
         return out
 
 
+def _is_view(call: Sequence[Any], out: Any) -> bool:
+    """Whether an op gave a view of its arguments: it sees what is written there, and to make it again would change nothing."""
+    func, args, _ = call
+    storages = {each.untyped_storage().data_ptr() for each in tree_leaves(args) if isinstance(each, Tensor)}
+    return func.is_view and all(each.untyped_storage().data_ptr() in storages for each in tree_leaves(out))
+
+
 class RecordedGraph:
     """Stands in for ``Graph``."""
 
     def __init__(self, recorder: Recorder, exchange: Exchange | None = None) -> None:
-        self._ops = recorder.ops
+        self._ops = [(*call, tree_leaves(out)) for *call, out in recorder.ops if not _is_view(call, out)]
         self.num_nodes = len(recorder.ops)
         self._exchange = exchange
         self._exchanges = () if exchange is None else exchange.end_graph()
 
     def replay(self) -> None:
-        for func, args, kwargs, out in self._ops:
+        for func, args, kwargs, held in self._ops:
             again = func(*args, **kwargs)
-            for new, old in zip(tree_leaves(again), tree_leaves(out), strict=True):
-                if isinstance(new, Tensor) and new.data_ptr() != old.data_ptr():  # not a view, and not in place
+            for new, old in zip((again,) if isinstance(again, Tensor) else tree_leaves(again), held, strict=True):
+                if isinstance(new, Tensor) and new.data_ptr() != old.data_ptr():  # not in place
                     old.copy_(new)
         if self._exchange is not None:
             self._exchange.replayed(self._exchanges)

@@ -42,9 +42,9 @@ class TokenBytes:
         self._is_byte_level = kinds == ["ByteLevel"]
         self._is_byte_fallback = _is_byte_fallback(parts)
         self._num_strip = parts[-1]["start"] if self._is_byte_fallback and kinds[-1] == "Strip" else 0
-        self._byte_ids = {index for index, token in tokenizer.vocab.items() if _is_byte_token(token)}
-        if "ByteFallback" not in kinds:
-            self._byte_ids.clear()
+        self._byte_ids: set[int] = set()
+        if "ByteFallback" in kinds:
+            self._byte_ids = {index for index, token in tokenizer.vocab.items() if _is_byte_token(token)}
         self._pieces: list[bytes] = []
         self._visible: list[bytes] = []
         if self._is_byte_level or self._is_byte_fallback:
@@ -196,9 +196,10 @@ def _byte_alphabet() -> dict[str, int]:
 
 def _spell_byte_level(alphabet: dict[str, int]) -> Callable[[str], bytes]:
     def spell(token: str) -> bytes:
-        if all(char in alphabet for char in token):
-            return bytes(alphabet[char] for char in token)
-        return token.encode()  # an added token
+        try:
+            return bytes([alphabet[char] for char in token])
+        except KeyError:  # an added token
+            return token.encode()
 
     return spell
 
