@@ -16,14 +16,15 @@ from tools.import_path import import_path
 ROOT = Path(__file__).parents[1]
 EXAMPLES = ROOT / "examples"
 LIMIT_S = 600
+CACHED = " prompt tokens from the cache]"
 # What a run must say, by file; ``demo.py`` checks itself.
 SAYS = {
     "curl.sh": ['"finish_reason"', "data: [DONE]", '"token_logprobs"', '"tokens"'],
     "demo.py": ['get_weather {"city": "San Jose"', "server stopped with status 0"],
     "langchain_chat.py": ["?"],
-    "offline.py": ["'def add(a, b):\\n' -> ", "assistant: ", " prompt tokens from the cache]"],
-    "openai_chat.py": ["assistant: ", " prompt tokens from the cache]"],
-    "token_ids.py": ["Book a table for two, please.", " prompt tokens from the cache]"],
+    "offline.py": ["'def add(a, b):\\n' -> ", "assistant: ", CACHED],
+    "openai_chat.py": ["assistant: ", CACHED],
+    "token_ids.py": ["Book a table for two, please.", CACHED],
 }
 WITHOUT_SERVER = {"demo.py", "offline.py"}
 
@@ -59,10 +60,5 @@ def test_an_example_runs(name: str, live: Live, tmp_path: Path) -> None:
     printed = run(name, tmp_path, *([] if name in WITHOUT_SERVER else [live.url]))
     for text in SAYS[name]:
         assert text in printed, printed
-
-
-@pytest.mark.parametrize("name", ["openai_chat.py", "token_ids.py"])
-def test_later_turns_come_from_the_cache(name: str, live: Live, tmp_path: Path) -> None:
-    printed = run(name, tmp_path, live.url)
-    last = [line.strip(" [") for line in printed.splitlines() if line.endswith("from the cache]")][-1]
-    assert int(last.split()[0]) > 0, printed
+    turns = [line.strip(" [") for line in printed.splitlines() if line.endswith(CACHED)]
+    assert not turns or int(turns[-1].split()[0]) > 0, "the last turn did not come from the cache"

@@ -230,13 +230,13 @@ async def test_the_next_turn_hits_the_whole_history_of_a_sampled_reply(
     for seed, question in enumerate(QUESTIONS * repeats):
         messages: list[Any] = [user(f"{question} ({seed})")]
         history = 0
-        for turn in range(4):
+        for turn in range(3):
             reply = await client.chat.completions.create(
                 model=MODEL,
                 messages=messages,
                 temperature=0.7 if seed % 2 else 1.5,
                 seed=100 + seed,
-                max_tokens=64,
+                max_tokens=40,
                 extra_body={"return_token_ids": True},
             )
             assert reply.usage is not None
@@ -256,7 +256,7 @@ async def test_disconnects_leak_no_pages_and_every_stream_ends_once(live: Live) 
     print(f"seed {seed}")
     rng = random.Random(seed)
     before = live.counter("hiserve:request_success_total")
-    limits = httpx.Limits(max_connections=200)
+    limits = httpx.Limits(max_connections=100)
     ends: list[str] = []
 
     async def one(http: httpx.AsyncClient, leave_after: int | None, max_tokens: int, question: str) -> None:
@@ -283,18 +283,18 @@ async def test_disconnects_leak_no_pages_and_every_stream_ends_once(live: Live) 
 
     async with httpx.AsyncClient(base_url=live.url, timeout=PATIENCE_S, limits=limits) as http:
         calls = []
-        for i in range(200):
+        for i in range(100):
             leave_after = rng.randint(1, 12) if rng.random() < 0.3 else None
             question = f"{rng.choice(QUESTIONS)} {rng.randint(0, 30)} {'please ' * rng.randint(0, 60)}{i % 7}"
             calls.append(one(http, leave_after, rng.randint(4, 40), question))
         await asyncio.gather(*calls)
-    assert len(ends) == 200
-    assert 30 <= ends.count("left") <= 90
+    assert len(ends) == 100
+    assert 15 <= ends.count("left") <= 45
     info = live.wait_idle()
     for worker in info["workers"]:
         stats = worker["stats"]
         assert stats["free_pages"] + stats["evictable_pages"] == worker["num_pages"], stats
-    assert live.counter("hiserve:request_success_total") - before == 200
+    assert live.counter("hiserve:request_success_total") - before == 100
     assert live.counter("hiserve:request_success_total", finished_reason="error") == 0
     assert live.counter("hiserve:kv_cache_usage_perc") == 0
 

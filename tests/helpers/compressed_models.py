@@ -47,7 +47,7 @@ SHAPE: dict[str, Any] = {
     "index_head_dim": 16,
     "index_topk": 6,
     "hc_mult": 4,
-    "hc_sinkhorn_iters": 20,
+    "hc_sinkhorn_iters": 5,
     "max_position_embeddings": 4096,
     "num_nextn_predict_layers": 0,
     "initializer_range": 0.08,

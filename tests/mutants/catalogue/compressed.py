@@ -15,11 +15,11 @@ with union_rows.slots_of, test_compressed_oracle.test_a_token_sees_the_rows_of_i
     "INV H8: a token sees a row that has not ended"
     (positions + 1) // source.ratio
     (positions + source.ratio) // source.ratio
-with compressed_attention.CompressedSelfAttention.__call__, test_compressed_oracle.test_logits_are_those_of_transformers["plain"]:
+with compressed_attention.CompressedSelfAttention.__call__, test_compressed_oracle.test_logits_are_those_of_transformers["plain-float64"]:
     "outputs are not turned back"
     ops.attend(q, sources, self.sinks, width**-0.5, (turns.cos, turns.sin))
     ops.attend(q, sources, self.sinks, width**-0.5)
-with pairs.pair_angles, test_compressed_oracle.test_logits_are_those_of_transformers["plain"]:
+with pairs.pair_angles, test_compressed_oracle.test_logits_are_those_of_transformers["plain-float64"]:
     "compressed rows have the position of the token that ends them"
     positions // ratios * ratios
     positions.expand(ratios.shape[0], -1)
