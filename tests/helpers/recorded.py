@@ -16,6 +16,7 @@ from weakref import WeakSet
 import numpy as np
 import torch
 from torch import Tensor
+from torch._ops import OpOverload
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
@@ -56,8 +57,10 @@ class Recorder(TorchDispatchMode):
 def _is_view(call: Sequence[Any], out: Any) -> bool:
     """Whether an op gave a view of its arguments: it sees what is written there, and to make it again would change nothing."""
     func, args, _ = call
+    if not isinstance(func, OpOverload) or not func.is_view:  # collectives are recorded too
+        return False
     storages = {each.untyped_storage().data_ptr() for each in tree_leaves(args) if isinstance(each, Tensor)}
-    return func.is_view and all(each.untyped_storage().data_ptr() in storages for each in tree_leaves(out))
+    return all(each.untyped_storage().data_ptr() in storages for each in tree_leaves(out))
 
 
 class RecordedGraph:
