@@ -146,13 +146,14 @@ class Engine(LLMEngine):  # type: ignore[misc]
         """
         assert self._client is not None, "not started"
         prompt = np.array(request["token_ids"], dtype=np.int32)
-        num_generated = 0
+        num_generated = num_cached = 0
         try:
             sampling = sampling_of(request, self._defaults, self._seeds.draw(context.id(), 0))
             stream = self._client.generate(prompt, sampling, tag=context.id())
             async with aclosing(stream) as deltas:
                 async for delta in deltas:
                     num_generated += len(delta.tokens)
+                    num_cached = num_cached if delta.cached is None else delta.cached.num_tokens
                     chunk = chunk_of(delta, sampling.logprobs)
                     if delta.finish:
                         total = prompt.size + num_generated
@@ -160,6 +161,7 @@ class Engine(LLMEngine):  # type: ignore[misc]
                             "prompt_tokens": prompt.size,
                             "completion_tokens": num_generated,
                             "total_tokens": total,
+                            "prompt_tokens_details": {"cached_tokens": num_cached},
                         }
                     if delta.tokens or delta.finish:
                         yield chunk

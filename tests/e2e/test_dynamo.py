@@ -109,6 +109,23 @@ def read(
     return "".join(texts), max(later - earlier for earlier, later in itertools.pairwise(times))
 
 
+def test_prompts_go_to_the_engine_that_has_their_pages(
+    fleet: tuple[httpx.Client, list[subprocess.Popen[bytes]]],
+) -> None:
+    """The frontend knows it from our KV events; in turns, half of these would miss."""
+    http, _ = fleet
+    for word in ("alpha", "beta", "gamma"):
+        prompt = " ".join(f"{word} {index}" for index in range(100))
+        cached = []
+        for _ in range(4):
+            reply = http.post(
+                "/v1/completions", json={**BODY, "prompt": prompt, "max_tokens": 3, "stream": False}
+            ).json()
+            cached.append(reply["usage"].get("prompt_tokens_details", {}).get("cached_tokens", 0))
+            time.sleep(0.5)  # events are on their way
+        assert cached[0] < 16 and min(cached[1:]) > 200, cached
+
+
 def test_no_client_notices_the_death_of_an_engine(fleet: tuple[httpx.Client, list[subprocess.Popen[bytes]]]) -> None:
     """Drawn with a seed, whose noise is that of the place: the other engine draws the same."""
     whole, _ = read(fleet)

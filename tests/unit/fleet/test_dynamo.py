@@ -114,11 +114,12 @@ async def test_a_stream_ends_with_its_usage_and_a_bad_request_says_so(adapter: A
     assert (config.namespace, config.served_model_name, config.discovery_backend) == ("space", "hiserve-nano", "file")
     (source,) = await engine.kv_event_sources()
     assert source.endpoint.startswith("ipc:///")
-    engine._client = client = FakeEngineClient(script=lambda _: [[5], [6, 7]], finish=FinishReason.LENGTH)
+    engine._client = client = FakeEngineClient(script=lambda _: [[5], [6, 7]], finish=FinishReason.LENGTH, cached=2)
     request = {"token_ids": [1, 2, 3], "stop_conditions": {"max_tokens": 3}}
     chunks = [chunk async for chunk in engine.generate(request, Context())]
     assert [token for chunk in chunks for token in chunk["token_ids"]] == [5, 6, 7]
-    assert chunks[-1]["completion_usage"] == {"prompt_tokens": 3, "completion_tokens": 3, "total_tokens": 6}
+    usage = {"prompt_tokens": 3, "completion_tokens": 3, "total_tokens": 6}
+    assert chunks[-1]["completion_usage"] == usage | {"prompt_tokens_details": {"cached_tokens": 2}}
     (seen,) = client.seen
     other, _ = await adapter.Engine.from_args(["seal_key=one secret"])
     assert seen.sampling.seed == other._seeds.draw("one", 0), "each worker draws alike for one request"
