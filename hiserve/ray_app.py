@@ -142,7 +142,7 @@ class Gateway:
     async def __call__(self, request: Request) -> Response:
         """Answers a request of Serve's proxy."""
         raw = await request.body()
-        resumption = Resumption.of(request.url.path, raw) or PlainReply(raw)
+        resumption = Resumption.of(_path(request), raw) or PlainReply(raw)
         heads: list[Head] = []
         # All engines that are tried get one id: without a seed in the request each draws by it.
         headers = [pair for pair in _headers(request) if pair[0] != "x-request-id"]
@@ -250,8 +250,13 @@ async def _after(first: bytes, rest: AsyncGenerator[bytes, None]) -> AsyncGenera
             yield data
 
 
+def _path(request: Request) -> str:
+    """Returns the path behind the application's ``route_prefix``."""
+    return request.url.path.removeprefix(request.scope.get("root_path", "")) or "/"
+
+
 def _target(request: Request) -> str:
-    return request.url.path + (f"?{request.url.query}" if request.url.query else "")
+    return _path(request) + (f"?{request.url.query}" if request.url.query else "")
 
 
 def _headers(request: Request) -> list[tuple[str, str]]:

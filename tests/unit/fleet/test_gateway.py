@@ -41,3 +41,16 @@ def test_an_engine_whose_pause_is_over_gets_its_conversations_again(app: Any) ->
     clock.now_s += PAUSE_S
     assert gateway._order(REQUEST, homes[1]) == [1, 0]
     assert gateway._order(REQUEST, homes[0]) == [0, 1]
+
+
+@pytest.mark.parametrize(
+    ("scope", "target"),
+    [
+        ({"path": "/v1/models", "query_string": b"a=1"}, "/v1/models?a=1"),
+        ({"path": "/one/v1/models", "root_path": "/one"}, "/v1/models"),
+        ({"path": "/one", "root_path": "/one"}, "/"),
+    ],
+)
+def test_engines_do_not_see_the_prefix_of_their_application(app: Any, scope: dict[str, Any], target: str) -> None:
+    given = {"type": "http", "method": "GET", "headers": [], "query_string": b"", "server": ("a", 80)} | scope
+    assert app._target(Request(given)) == target
