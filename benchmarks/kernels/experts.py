@@ -16,7 +16,7 @@ from torch import Tensor
 from benchmarks.gpu import ceilings
 from benchmarks.gpu.ceilings import median_s, recorded
 from hiserve.core.activation import SILU
-from hiserve.kernels import experts, few_packed
+from hiserve.kernels import experts
 from hiserve.kernels.expert_products import Tile
 from hiserve.kernels.packed_products import multiply_packed
 from hiserve.kernels.packed_weights import PackedWeights, packed_size, plain
@@ -79,11 +79,11 @@ def seconds(work: Callable[[Tensor, Tensor], object], routed: list[tuple[Tensor,
 
 
 def tiles(num_tokens: int) -> Iterator[Tile]:
-    """Yields tiles for steps that decode, or for prompts."""
+    """Yields tiles for a token alone, for steps that decode, or for prompts."""
     if num_tokens < NUM_PROMPT:
-        for columns, warps, stages in product((32, 64, 128), (4, 8), (3, 5)):
-            if 16 * warps <= columns or columns == 32:
-                yield Tile(16, columns, 128, warps, stages)
+        for columns, warps, stages in product((32, 64, 128), (2, 4, 8), (3, 5)):
+            if 8 * warps <= columns <= 32 * warps:
+                yield Tile(8 if num_tokens == 1 else 16, columns, 128, warps, stages)
         return
     for rows, columns, warps, stages in product((64, 128, 256), (64, 128), (4, 8), (3, 4)):
         if rows * columns <= 128 * 128 * warps // 4:
@@ -94,7 +94,10 @@ def compare_tiles(sizes: Sizes, weights: tuple[PackedWeights, PackedWeights], nu
     """Prints the time of each product with each tile; ``rate`` is in bytes or in operations a second."""
     routed = choices(sizes, num_tokens)
     num_pairs = num_tokens * sizes.num_chosen
-    grouped = {id(chosen): experts._group(chosen, sizes.num_experts, num_pairs) for _, chosen in routed}
+    grouped = {
+        id(chosen): (None, None) if num_tokens == 1 else experts._group(chosen, sizes.num_experts, num_pairs)
+        for _, chosen in routed
+    }
     x = torch.randn(num_tokens, sizes.hidden, device=DEVICE).to(torch.bfloat16)
     inside, made = x.new_empty(num_pairs, sizes.inner), x.new_empty(num_pairs, sizes.hidden)
     for name, weight in zip(("gate and up", "down"), weights, strict=True):
@@ -118,24 +121,6 @@ def compare_tiles(sizes: Sizes, weights: tuple[PackedWeights, PackedWeights], nu
             print(f"  {name:11} {size}: {1e6 * taken:9.1f} us, {limit / taken:.2f} of the limit", flush=True)
 
 
-def compare_blocks(sizes: Sizes, weights: tuple[PackedWeights, PackedWeights], rate: float) -> None:
-    """Prints the time of a token alone, both products, with each size of blocks."""
-    routed, x = choices(sizes, 1), torch.randn(1, sizes.hidden, device=DEVICE).to(torch.bfloat16)
-    num_bytes = sum(each.codes.nbytes + each.scales.nbytes for each in weights)
-    limit = sizes.read_share(1) * num_bytes / rate
-    for name in ("_GATE", "_DOWN"):
-        former, found = getattr(few_packed, name), []
-        for columns, warps, stages in product((16, 32, 64, 128), (1, 2, 4), (4, 6)):
-            if 16 * warps <= columns <= 64 * warps:
-                setattr(few_packed, name, {"COLUMNS": columns, "num_warps": warps, "num_stages": stages})
-                taken = seconds(lambda *given: experts.mix_experts(x, *given, *weights), routed)
-                found.append((taken, columns, warps, stages))
-        setattr(few_packed, name, former)
-        for taken, columns, warps, stages in sorted(found)[:4]:
-            told = f"{1e6 * taken:9.1f} us both launches, {limit / taken:.2f} of the limit"
-            print(f"  {name:5} {columns:3} columns, {warps} warps, {stages} stages: {told}", flush=True)
-
-
 def main() -> None:
     torch.manual_seed(SEED)
     copy, matmul = ceilings.copy_rate("cuda", 8 << 30), ceilings.matmul_rate("cuda", 8192)
@@ -151,10 +136,7 @@ def main() -> None:
             )
             told = f"{1e6 * packed:.1f} us packed, {1e6 * wide:.1f} us in 16 bits"
             print(f"{shape}, {kind} bits, {num_tokens} tokens, all launches: {told}", flush=True)
-            if num_tokens == 1:
-                compare_blocks(sizes, weights, copy)
-            else:
-                compare_tiles(sizes, weights, num_tokens, matmul if num_tokens == NUM_PROMPT else copy)
+            compare_tiles(sizes, weights, num_tokens, matmul if num_tokens == NUM_PROMPT else copy)
 
 
 if __name__ == "__main__":

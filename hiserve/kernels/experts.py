@@ -1,4 +1,4 @@
-"""A mixture of experts as Triton kernels: fixed shapes and four launches for any routing, two for a token alone.
+"""A mixture of experts as Triton kernels: fixed shapes and four launches for any routing, two for a token alone, or three of packed weights.
 
 Each pair of a token and one of its experts is a row of work. Rows are ordered by expert, so that a program reads
 one expert's weights for a block of rows; an expert that computes every token comes last, with as many rows as tokens.
@@ -22,9 +22,8 @@ from hiserve.core.row_shapes import PACKED_CAPABILITY
 from hiserve.kernels import reference
 from hiserve.kernels.expert_products import EXACT_TILES, TILES, Tiles, multiply, tiles_for
 from hiserve.kernels.few_experts import MAX_TOKENS, mix_few
-from hiserve.kernels.few_packed import mix_few_packed
 from hiserve.kernels.launch import await_previous, early_launch, start_next
-from hiserve.kernels.packed_products import PACKED_TILES, multiply_packed
+from hiserve.kernels.packed_products import ALONE_TILES, PACKED_TILES, multiply_packed
 from hiserve.kernels.packed_weights import PackedWeights, Weights, plain
 
 _SCANS = ((1024, 4), (8192, 8))  # pairs at a time and warps: for few pairs, for many
@@ -101,8 +100,8 @@ def mix_experts(
     assert all(each.is_contiguous() for each in weights), f"gaps in one of {[tuple(each.shape) for each in weights]}"
     assert all(bias is None or bias.is_contiguous() for bias in (gate_up_bias, down_bias))
     assert shared is None or (gate_up_bias is None and shared[1].shape == down.shape[1:]), "another shape"
-    if 1 <= x.shape[0] <= MAX_TOKENS:
-        few: Callable[..., Tensor] = mix_few_packed if is_packed else mix_few
+    if 1 <= x.shape[0] <= MAX_TOKENS and not is_packed:
+        few: Callable[..., Tensor] = mix_few  # of weights that are not packed
         return few(x, shares, chosen, gate_up, down, (gate_up_bias, down_bias), shared, activation)
     tiles = PACKED_TILES if is_packed else TILES
     return _mix_by_expert(
@@ -143,11 +142,12 @@ def _mix_by_expert(
     gate_up_bias, down_bias = biases
     num_experts, num_chosen = gate_up.shape[0], chosen.numel()
     num_pairs = num_chosen + (0 if shared is None else x.shape[0])
-    order, ends = _group(chosen, num_experts, num_pairs)
+    is_alone = is_packed and x.shape[0] == 1
+    order, ends = (None, None) if is_alone else _group(chosen, num_experts, num_pairs)
     activated, made = (x.new_empty((num_pairs, width)) for width in (down.shape[2], x.shape[1]))
     shared_gate_up, shared_down = (None, None) if shared is None else shared
     product: Any = multiply_packed if is_packed else multiply
-    first, second = tiles_for(tiles, num_chosen, num_experts)
+    first, second = ALONE_TILES if is_alone else tiles_for(tiles, num_chosen, num_experts)
     product(x, gate_up, shared_gate_up, gate_up_bias, order, ends, activated, chosen, activation, first)
     product(activated, down, shared_down, down_bias, order, ends, made, chosen, None, second)
     return _sum(made, shares, has_shared=shared is not None)

@@ -45,8 +45,7 @@ def unpack_group(words, scales, NUMBER: tl.constexpr, DTYPE: tl.constexpr):  # t
         pairs |= words >> (PLACE - LOW) & BITS
     exponent = ((scales >> (8 * NUMBER)) & 255)[:, None]
     if IS_BF16:
-        factor = exponent + 126 << 7
-        factor |= factor << 16
+        factor = exponent * 0x800080 + 126 * 0x800080
         even, odd = tl.inline_asm_elementwise(
             _MULTIPLY_BF16, "=h,=h,r,r", [pairs, factor], (tl.bfloat16, tl.bfloat16), is_pure=True, pack=1
         )
@@ -62,5 +61,8 @@ def unpack_group(words, scales, NUMBER: tl.constexpr, DTYPE: tl.constexpr):  # t
 
 @triton.jit  # type: ignore[untyped-decorator]
 def unpack_bytes(codes, scale, DTYPE: tl.constexpr):  # type: ignore[no-untyped-def]  # noqa: N803
-    """Returns E4M3 numbers, uint8, times a float32 scale."""
-    return (codes.to(tl.float8e4nv, bitcast=True).to(tl.float32) * scale).to(DTYPE)
+    """Returns E4M3 numbers, uint8, times float32 scales, unless these are None, by way of float32: the shortest."""
+    numbers = codes.to(tl.float8e4nv, bitcast=True).to(tl.float32)
+    if scale is not None:
+        numbers *= scale
+    return numbers.to(DTYPE)

@@ -95,7 +95,9 @@ def test_experts_mix_as_with_plain_weights(
     shareds = None if both is None else (plain(both[0], BF16), plain(both[1], BF16))
     expected = experts.mix_experts(x, *routed, *plains, *biases, activation, shareds)
     error, spread = (found.float() - expected.float()).abs(), expected.float().std()
-    assert error.max() < 0.05 * spread and error.mean() < 2e-3 * spread, (error.max(), error.mean(), spread)
+    # Few rows scale sums of numbers in 8 bits, where plain weights were rounded once more.
+    mean = 6e-3 if "8" in (kind, shared) else 2e-3
+    assert error.max() < 0.05 * spread and error.mean() < mean * spread, (error.max(), error.mean(), spread)
 
 
 @pytest.mark.parametrize("family", ["gpt_oss", "deepseek_v3"])

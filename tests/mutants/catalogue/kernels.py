@@ -16,7 +16,6 @@ from hiserve.kernels import (
     exact_reference,
     expert_products,
     few_experts,
-    few_packed,
     fused,
     gated_norm_triton,
     latent_decode,
@@ -150,16 +149,20 @@ with packed_triton.unpack_group, test_packed_experts.test_numbers_are_upcast_exa
     scales & 255
 with packed_products.packed_sums, test_packed_experts.test_products_are_those_with_plain_weights:
     "kernel: up has the scales of gate"
-    place + num_scales
-    place
+    tl.where(part == 0, next_gate, next_up)
+    next_gate + part * 0
 with packed_products._packed_kernel, test_packed_experts.test_products_are_those_with_plain_weights:
     "kernel: the shared expert beside packed ones is the last of these"
     tl.where(is_shared, 0, expert)
     expert
-with few_packed._down_kernel, test_packed_experts.test_experts_mix_as_their_twin_does:
+with packed_products._packed_kernel, test_packed_experts.test_experts_mix_as_their_twin_does:
     "kernel: a token alone takes the activated row of its first packed expert for all"
-    rows + turn * depth
-    rows
+    pair * 0 if IS_GATED else pair
+    pair * 0
+with packed_products._packed_kernel, test_packed_experts.test_experts_mix_as_their_twin_does:
+    "kernel: a token alone has no shared expert beside packed ones"
+    tl.load(chosen + block, mask=block < num_chosen, other=num_experts - 1)
+    tl.load(chosen + block, mask=block < num_chosen, other=0)
 with delta._advance, test_delta.test_chunks_and_rejected_drafts_change_no_bit_with_the_least_ring["2"]:
     "INV H6: the stored state covers drafts"
     at < rows.state_ends

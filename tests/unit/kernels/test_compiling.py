@@ -387,8 +387,8 @@ def walk_trees() -> None:
         grow_trees(draft_triton, shape, logits_of(shape, 5000, generator, BF16), is_greedy=is_greedy)
 
 
-FEW = {"few_packed._gate_kernel", "few_packed._down_kernel"}
-MANY = {"experts._group_kernel", "packed_products._packed_kernel", "experts._sum_kernel"}
+FEW = {"packed_products._packed_kernel", "experts._sum_kernel"}
+MANY = FEW | {"experts._group_kernel"}
 DECODED = {"attention_schedule._schedule", "attention_decode._attend"}
 EXTENDED = {"attention_extend._extend", "attention_extend._join"}
 # What is run, and the kernels that it launches.
