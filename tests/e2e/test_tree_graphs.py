@@ -32,9 +32,11 @@ def test_graphs_of_trees_change_nothing(
     sampling = [SamplingParams(seed=i, temperature=temperature, max_tokens=18 - i, ignore_eos=True) for i in range(3)]
     work = answer(prompts, sampling)
     executors = allow_recording(monkeypatch)
-    if tree == "auto":  # chains and trees in turn
+    rows = 4
+    if tree == "auto":  # chains and trees in turn, in graphs of many widths
         choose_in_turn(monkeypatch)
-    settings = {"spec": "eagle3", "spec_tree": tree, "spec_steps": "auto", "kv_canary": False}
+        rows = 2
+    settings = {"max_running_requests": rows, "spec": "eagle3", "spec_tree": tree, "spec_steps": "auto", "kv_canary": False}
     host_hits(work, tmp_path, graphs=graphs, overlap=depth, **settings)
     (executor,) = executors
     counts = executor.gate_counts()["replay"]

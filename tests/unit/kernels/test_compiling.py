@@ -382,8 +382,7 @@ def walk_trees() -> None:
     starts = made.forward.qo_indptr[: len(counts)]
     storages = [torch.zeros(2, 2, 704, 2, 64, dtype=BF16), torch.zeros(1, 1, 704, 1, 3, dtype=torch.uint8)]
     step_triton.move(storages, made.forward.slots, starts, path, counts)
-    shape = TreeShape(3, 6, 16)
-    for is_greedy in (True, False):
+    for shape, is_greedy in ((TreeShape(3, 6, 16), True), (TreeShape(3, 6, 16), False), (TreeShape(1, 4, 5), True)):
         grow_trees(draft_triton, shape, logits_of(shape, 5000, generator, BF16), is_greedy=is_greedy)
 
 

@@ -95,7 +95,7 @@ def test_trees_that_cost_more_than_measured_are_found_out() -> None:
         **{name: getattr(costs, name) for name in costs.__struct_fields__}
         | {"verify": [[*each[:-2], each[0], each[0]] for each in costs.verify], "grow": [[0.0, 0.0]] * len(ROWS)}
     )
-    shares, _, _ = run(Phase(1500, 64, *NEVER_PAYING), Phase(1000, 64, *NEVER_PAYING), believed=cheap)
+    shares, _, _ = run(Phase(800, 64, *NEVER_PAYING), Phase(400, 64, *NEVER_PAYING), believed=cheap)
     assert shares[1] >= BAR, shares
 
 
