@@ -17,6 +17,7 @@ from hiserve.kernels.step_reference import SAMPLE_STREAM
 
 _SCORE_BLOCK = 2048
 _SCORE_WARPS = 8
+_RANK_BLOCK = tl.constexpr(16)
 
 
 class _Noise(NamedTuple):
@@ -205,9 +206,11 @@ def _rank(worth, count, BLOCK: tl.constexpr):  # type: ignore[no-untyped-def]  #
     """How many of ``count`` candidates are worth more than each, or as much and come before it."""
     index, rank = tl.arange(0, BLOCK), tl.zeros([BLOCK], tl.int32)
     own = tl.load(worth + index, mask=index < count, other=-1.0)
-    for other in range(count):
-        its = tl.load(worth + other)
-        rank += ((its > own) | ((its == own) & (other < index))).to(tl.int32)
+    for start in range(0, count, _RANK_BLOCK):
+        other = start + tl.arange(0, _RANK_BLOCK)
+        its = tl.load(worth + other, mask=other < count, other=-1.0)
+        is_before = (its[None, :] == own[:, None]) & (other[None, :] < index[:, None])
+        rank += tl.sum(((its[None, :] > own[:, None]) | is_before).to(tl.int32), 1)
     return rank
 
 

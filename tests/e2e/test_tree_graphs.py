@@ -36,7 +36,13 @@ def test_graphs_of_trees_change_nothing(
     if tree == "auto":  # chains and trees in turn, in graphs of many widths
         choose_in_turn(monkeypatch)
         rows = 2
-    settings = {"max_running_requests": rows, "spec": "eagle3", "spec_tree": tree, "spec_steps": "auto", "kv_canary": False}
+    settings = {
+        "max_running_requests": rows,
+        "spec": "eagle3",
+        "spec_tree": tree,
+        "spec_steps": "auto",
+        "kv_canary": False,
+    }
     host_hits(work, tmp_path, graphs=graphs, overlap=depth, **settings)
     (executor,) = executors
     counts = executor.gate_counts()["replay"]
