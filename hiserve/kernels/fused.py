@@ -66,40 +66,19 @@ def _norm(x: Tensor, delta: Summand | None, weight: Tensor, eps: float) -> Tenso
     out = x.new_empty(x.shape)
     block = triton.next_power_of_2(size)
     _norm_kernel[(num_rows,)](
-        x,
-        values,
-        bias,
-        weight,
-        out,
-        eps,
-        num_rows * size,
-        NUM_PARTS=num_parts,
-        SIZE=size,
-        STRIDE=x.stride(0),
-        BLOCK=block,
-        IS_WIDE=x.dtype == torch.float64,
-        num_warps=_num_warps(block),
-        **early_launch(x.device),
-    )
+        x, values, bias, weight, out, eps, num_rows * size,
+        NUM_PARTS=num_parts, SIZE=size, STRIDE=x.stride(0), BLOCK=block, IS_WIDE=x.dtype == torch.float64,
+        num_warps=_num_warps(block), **early_launch(x.device),
+    )  # fmt: skip
     return out
 
 
 @triton.jit(do_not_specialize=["eps"])  # type: ignore[untyped-decorator]
 def _norm_kernel(  # type: ignore[no-untyped-def]
-    x,
-    delta,
-    bias,
-    weight,
-    out,
-    eps,
-    part_stride,
-    NUM_PARTS: tl.constexpr,  # noqa: N803
-    SIZE: tl.constexpr,  # noqa: N803
-    STRIDE: tl.constexpr,  # noqa: N803
-    BLOCK: tl.constexpr,  # noqa: N803
-    IS_WIDE: tl.constexpr,  # noqa: N803
-    IS_EARLY: tl.constexpr,  # noqa: N803
-):
+    x, delta, bias, weight, out, eps, part_stride,
+    NUM_PARTS: tl.constexpr, SIZE: tl.constexpr, STRIDE: tl.constexpr, BLOCK: tl.constexpr,  # noqa: N803
+    IS_WIDE: tl.constexpr, IS_EARLY: tl.constexpr  # noqa: N803
+):  # fmt: skip
     """Each program norms one row; with a delta, it first writes the sum back."""
     wide: tl.constexpr = tl.float64 if IS_WIDE else tl.float32
     dtype: tl.constexpr = x.dtype.element_ty
@@ -127,30 +106,17 @@ def rotations(
     shape = (positions.shape[0], 1, 2 * half)
     cos, sin = (torch.empty(shape, dtype=dtype, device=positions.device) for _ in range(2))
     _rotations_kernel[(positions.shape[0],)](
-        positions,
-        frequencies,
-        cos,
-        sin,
-        attention_factor,
-        HALF=half,
-        BLOCK=triton.next_power_of_2(half),
-        num_warps=1,
-        **early_launch(positions.device),
-    )
+        positions, frequencies, cos, sin, attention_factor,
+        HALF=half, BLOCK=triton.next_power_of_2(half), num_warps=1, **early_launch(positions.device),
+    )  # fmt: skip
     return cos, sin
 
 
 @triton.jit(do_not_specialize=["attention_factor"])  # type: ignore[untyped-decorator]
 def _rotations_kernel(  # type: ignore[no-untyped-def]
-    positions,
-    frequencies,
-    cos,
-    sin,
-    attention_factor,
-    HALF: tl.constexpr,  # noqa: N803
-    BLOCK: tl.constexpr,  # noqa: N803
-    IS_EARLY: tl.constexpr,  # noqa: N803
-):
+    positions, frequencies, cos, sin, attention_factor,
+    HALF: tl.constexpr, BLOCK: tl.constexpr, IS_EARLY: tl.constexpr  # noqa: N803
+):  # fmt: skip
     """Each program computes the angles of one token."""
     token = tl.program_id(0).to(tl.int64)
     pair = tl.arange(0, BLOCK)
@@ -180,25 +146,10 @@ def rotate_and_store(
     num_blocks = triton.cdiv(num_heads, block_heads) + 2 * triton.cdiv(num_kv_heads, block_heads)  # of a token
     block_pairs = triton.next_power_of_2(head_dim // 2)
     _rotate_and_store_kernel[(num_tokens * num_blocks,)](
-        qkv,
-        qk_weight,
-        cos,
-        sin,
-        slots,
-        q,
-        kv.k,
-        kv.v,
-        kv.scales,
-        eps,
-        kv.k.stride(0),
-        NUM_HEADS=num_heads,
-        NUM_KV_HEADS=num_kv_heads,
-        HALF=head_dim // 2,
-        BLOCK_HEADS=block_heads,
-        BLOCK_PAIRS=block_pairs,
-        num_warps=_num_warps(2 * block_heads * block_pairs),
-        **early_launch(qkv.device),
-    )
+        qkv, qk_weight, cos, sin, slots, q, kv.k, kv.v, kv.scales, eps, kv.k.stride(0),
+        NUM_HEADS=num_heads, NUM_KV_HEADS=num_kv_heads, HALF=head_dim // 2, BLOCK_HEADS=block_heads,
+        BLOCK_PAIRS=block_pairs, num_warps=_num_warps(2 * block_heads * block_pairs), **early_launch(qkv.device),
+    )  # fmt: skip
     return q, qkv[:, num_heads:-num_kv_heads], qkv[:, -num_kv_heads:]
 
 
@@ -268,15 +219,10 @@ def act_mul(gate_up: Tensor, activation: Activation = SILU) -> Tensor:
     out = torch.empty((num_rows, size), dtype=gate_up.dtype, device=gate_up.device)
     block = min(_ACT_BLOCK, triton.next_power_of_2(size))
     _act_mul_kernel[(num_rows * triton.cdiv(size, block),)](
-        gate_up,
-        out,
-        SIZE=size,
-        BLOCK=block,
-        ACTIVATION=activation,
-        IS_WIDE=out.dtype == torch.float64,
-        num_warps=_num_warps(block),
+        gate_up, out,
+        SIZE=size, BLOCK=block, ACTIVATION=activation, IS_WIDE=out.dtype == torch.float64, num_warps=_num_warps(block),
         **early_launch(gate_up.device),
-    )
+    )  # fmt: skip
     return out
 
 
@@ -293,14 +239,10 @@ def act_inputs(gate_up: Tensor, activation: Activation, reader: QuantizedWeight 
 
 @triton.jit  # type: ignore[untyped-decorator]
 def _act_mul_kernel(  # type: ignore[no-untyped-def]
-    gate_up,
-    out,
-    SIZE: tl.constexpr,  # noqa: N803
-    BLOCK: tl.constexpr,  # noqa: N803
-    ACTIVATION: tl.constexpr,  # noqa: N803
-    IS_WIDE: tl.constexpr,  # noqa: N803
-    IS_EARLY: tl.constexpr,  # noqa: N803
-):
+    gate_up, out,
+    SIZE: tl.constexpr, BLOCK: tl.constexpr, ACTIVATION: tl.constexpr, IS_WIDE: tl.constexpr,  # noqa: N803
+    IS_EARLY: tl.constexpr  # noqa: N803
+):  # fmt: skip
     wide: tl.constexpr = tl.float64 if IS_WIDE else tl.float32
     dtype: tl.constexpr = out.dtype.element_ty
     num_blocks: tl.constexpr = (SIZE + BLOCK - 1) // BLOCK

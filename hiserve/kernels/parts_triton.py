@@ -22,30 +22,14 @@ def summed(delta: Summand) -> Tensor:
 def sum_parts(parts: Tensor, bias: Tensor | None, out: Tensor) -> Tensor:
     """Writes the sum of float32 ``[num_parts, *out.shape]``, in this order, and of ``bias`` to ``out``; returns it."""
     _sum_kernel[(triton.cdiv(out.numel(), _SUM_BLOCK),)](
-        parts,
-        bias,
-        out,
-        out.numel(),
-        out.shape[1],
-        parts.shape[0],
-        BLOCK=_SUM_BLOCK,
-        num_warps=4,
-        **early_launch(out.device),
-    )
+        parts, bias, out, out.numel(), out.shape[1], parts.shape[0],
+        BLOCK=_SUM_BLOCK, num_warps=4, **early_launch(out.device),
+    )  # fmt: skip
     return out
 
 
 @triton.jit(do_not_specialize=["num_parts"])  # type: ignore[untyped-decorator]
-def _sum_kernel(  # type: ignore[no-untyped-def]
-    parts,
-    bias,
-    out,
-    num_elements,
-    num_columns,
-    num_parts,
-    BLOCK: tl.constexpr,  # noqa: N803
-    IS_EARLY: tl.constexpr,  # noqa: N803
-):
+def _sum_kernel(parts, bias, out, num_elements, num_columns, num_parts, BLOCK: tl.constexpr, IS_EARLY: tl.constexpr):  # type: ignore[no-untyped-def]  # noqa: N803
     """Each program sums the parts of some elements of the result."""
     start_next(IS_EARLY)
     await_previous(IS_EARLY)

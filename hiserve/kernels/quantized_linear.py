@@ -116,53 +116,24 @@ def _tiled_linear(x: Tensor, weight: QuantizedWeight, bias: Tensor | None, is_ea
     bias_here = bias if num_parts == 1 else None
     if bits == 8:
         _fp8_kernel[(num_tiles, num_parts)](
-            x,
-            weight.codes.view(torch.int16),
-            weight.scales,
-            bias_here,
-            parts,
-            *sizes,
-            COLUMNS=columns,
-            DEPTH=_DEPTH,
-            HAS_BLOCKS=weight.scales.dim() == 2,
-            **settings,
-        )
+            x, weight.codes.view(torch.int16), weight.scales, bias_here, parts, *sizes,
+            COLUMNS=columns, DEPTH=_DEPTH, HAS_BLOCKS=weight.scales.dim() == 2, **settings,
+        )  # fmt: skip
     else:
         _int4_kernel[(num_tiles, num_parts)](
-            x,
-            weight.codes.view(torch.int16),
-            weight.scales,
-            weight.zeros,
-            weight.order,
-            bias_here,
-            parts,
-            *sizes,
-            COLUMNS=TILE_ROWS,
-            HALF=weight.spec.half_tile,
-            GROUP=weight.spec.group[1],
-            MAGIC=magic_of(x.dtype),
+            x, weight.codes.view(torch.int16), weight.scales, weight.zeros, weight.order, bias_here, parts, *sizes,
+            COLUMNS=TILE_ROWS, HALF=weight.spec.half_tile, GROUP=weight.spec.group[1], MAGIC=magic_of(x.dtype),
             **settings,
-        )
+        )  # fmt: skip
     return parts[0] if num_parts == 1 else Parts(parts, bias, x.dtype)
 
 
 @triton.jit(do_not_specialize=["num_rows"])  # type: ignore[untyped-decorator]
 def _fp8_kernel(  # type: ignore[no-untyped-def]
-    x,
-    codes,
-    scales,
-    bias,
-    out,
-    num_rows,
-    num_columns,
-    depth,
-    ROWS: tl.constexpr,  # noqa: N803
-    COLUMNS: tl.constexpr,  # noqa: N803
-    DEPTH: tl.constexpr,  # noqa: N803
-    HAS_BLOCKS: tl.constexpr,  # noqa: N803
-    HAS_INSTRUCTIONS: tl.constexpr,  # noqa: N803
-    IS_EARLY: tl.constexpr,  # noqa: N803
-):
+    x, codes, scales, bias, out, num_rows, num_columns, depth,
+    ROWS: tl.constexpr, COLUMNS: tl.constexpr, DEPTH: tl.constexpr, HAS_BLOCKS: tl.constexpr,  # noqa: N803
+    HAS_INSTRUCTIONS: tl.constexpr, IS_EARLY: tl.constexpr  # noqa: N803
+):  # fmt: skip
     """Like ``skinny_linear._tile_kernel``. Scales multiply sums: of a block of ``DEPTH`` inputs, or of all.
 
     Codes are read two at a time, one of each half of ``DEPTH``, each of which has a product of its own: elements of 16 bits
@@ -201,24 +172,10 @@ def _fp8_kernel(  # type: ignore[no-untyped-def]
 
 @triton.jit(do_not_specialize=["num_rows"])  # type: ignore[untyped-decorator]
 def _int4_kernel(  # type: ignore[no-untyped-def]
-    x,
-    codes,
-    scales,
-    zeros,
-    order,
-    bias,
-    out,
-    num_rows,
-    num_columns,
-    depth,
-    ROWS: tl.constexpr,  # noqa: N803
-    COLUMNS: tl.constexpr,  # noqa: N803
-    HALF: tl.constexpr,  # noqa: N803
-    GROUP: tl.constexpr,  # noqa: N803
-    MAGIC: tl.constexpr,  # noqa: N803
-    HAS_INSTRUCTIONS: tl.constexpr,  # noqa: N803
-    IS_EARLY: tl.constexpr,  # noqa: N803
-):
+    x, codes, scales, zeros, order, bias, out, num_rows, num_columns, depth,
+    ROWS: tl.constexpr, COLUMNS: tl.constexpr, HALF: tl.constexpr, GROUP: tl.constexpr,  # noqa: N803
+    MAGIC: tl.constexpr, HAS_INSTRUCTIONS: tl.constexpr, IS_EARLY: tl.constexpr  # noqa: N803
+):  # fmt: skip
     """Like ``_fp8_kernel``, for tiles of 4-bit codes, each of whose halves is one group or half of one.
 
     Codes are read four at a time, one of each quarter of a tile, each of which has a product of its own. A code becomes a number by its bits alone, as the last ones of a number of 2**7 or 2**10; zero points are subtracted

@@ -126,34 +126,18 @@ def row_linear(x: Tensor, weight: Tensor, bias: Tensor | None, activation: Activ
     block = min(_MAX_DEPTH, triton.next_power_of_2(depth))
     columns = min(_MAX_COLUMNS, _ELEMENTS // block)
     _row_kernel[(triton.cdiv(num_columns, columns), x.shape[0])](
-        x,
-        weight,
-        bias,
-        out,
-        out.shape[1],
-        depth,
-        ACTIVATION=activation,
-        COLUMNS=columns,
-        DEPTH=block,
-        num_warps=max(1, block // _ELEMENTS_PER_WARP),
+        x, weight, bias, out, out.shape[1], depth,
+        ACTIVATION=activation, COLUMNS=columns, DEPTH=block, num_warps=max(1, block // _ELEMENTS_PER_WARP),
         **early_launch(x.device),
-    )
+    )  # fmt: skip
     return out
 
 
 @triton.jit  # type: ignore[untyped-decorator]
 def _row_kernel(  # type: ignore[no-untyped-def]
-    x,
-    weight,
-    bias,
-    out,
-    num_columns,
-    depth,
-    ACTIVATION: tl.constexpr,  # noqa: N803
-    COLUMNS: tl.constexpr,  # noqa: N803
-    DEPTH: tl.constexpr,  # noqa: N803
-    IS_EARLY: tl.constexpr,  # noqa: N803
-):
+    x, weight, bias, out, num_columns, depth,
+    ACTIVATION: tl.constexpr, COLUMNS: tl.constexpr, DEPTH: tl.constexpr, IS_EARLY: tl.constexpr  # noqa: N803
+):  # fmt: skip
     """Each program reads whole rows of the weight, which are columns of the result, for one row of ``x``.
 
     It loads the weight one block ahead, so that the first block is in flight before the kernel that computes ``x``
@@ -224,39 +208,19 @@ def _tiled_linear(
     shape, dtype = (num_parts, num_rows, num_columns), x.dtype if num_parts == 1 else torch.float32
     parts = x.new_empty(shape, dtype=dtype)
     _tile_kernel[(num_tiles, num_parts)](
-        x,
-        weight,
-        bias if num_parts == 1 else None,
-        parts,
-        num_rows,
-        num_columns,
-        depth,
-        ACTIVATION=activation,
-        ROWS=rows,
-        COLUMNS=tile.columns,
-        DEPTH=tile.depth,
-        num_warps=tile.num_warps,
-        num_stages=tile.num_stages,
-        **early_launch(x.device, is_early),
-    )
+        x, weight, bias if num_parts == 1 else None, parts, num_rows, num_columns, depth,
+        ACTIVATION=activation, ROWS=rows, COLUMNS=tile.columns, DEPTH=tile.depth, num_warps=tile.num_warps,
+        num_stages=tile.num_stages, **early_launch(x.device, is_early),
+    )  # fmt: skip
     return parts[0] if num_parts == 1 else Parts(parts, bias, x.dtype)
 
 
 @triton.jit(do_not_specialize=["num_rows"])  # type: ignore[untyped-decorator]
 def _tile_kernel(  # type: ignore[no-untyped-def]
-    x,
-    weight,
-    bias,
-    out,
-    num_rows,
-    num_columns,
-    depth,
-    ACTIVATION: tl.constexpr,  # noqa: N803
-    ROWS: tl.constexpr,  # noqa: N803
-    COLUMNS: tl.constexpr,  # noqa: N803
-    DEPTH: tl.constexpr,  # noqa: N803
-    IS_EARLY: tl.constexpr,  # noqa: N803
-):
+    x, weight, bias, out, num_rows, num_columns, depth,
+    ACTIVATION: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr, DEPTH: tl.constexpr,  # noqa: N803
+    IS_EARLY: tl.constexpr  # noqa: N803
+):  # fmt: skip
     """Each program multiplies some rows of the weight, or a part of their depth, with all rows of ``x``.
 
     The weight is the left operand: matrix instructions take 64 rows there, and few rows on the right waste nothing. The

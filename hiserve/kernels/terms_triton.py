@@ -45,20 +45,10 @@ def norm_terms(x: Tensor, delta: Summand | None, weight: Tensor, eps: float) -> 
     (num_rows, size), groups = x.shape, x.shape[1] // GROUP
     terms, block = _empty(num_rows, size, x.device), triton.next_power_of_2(groups)
     _norm_kernel[(num_rows,)](
-        x,
-        values,
-        bias,
-        weight,
-        *_pointers(terms),
-        eps,
-        x.stride(0),
-        num_rows * size,
-        groups,
-        NUM_PARTS=num_parts,
-        GROUPS=block,
-        num_warps=max(1, min(_MAX_WARPS, block // _GROUPS_PER_WARP)),
+        x, values, bias, weight, *_pointers(terms), eps, x.stride(0), num_rows * size, groups,
+        NUM_PARTS=num_parts, GROUPS=block, num_warps=max(1, min(_MAX_WARPS, block // _GROUPS_PER_WARP)),
         **early_launch(x.device),
-    )
+    )  # fmt: skip
     return terms
 
 
@@ -120,16 +110,7 @@ def _split(scaled):  # type: ignore[no-untyped-def]
 
 
 @triton.jit  # type: ignore[untyped-decorator]
-def _split_kernel(  # type: ignore[no-untyped-def]
-    x,
-    order,
-    codes,
-    scales,
-    sums,
-    groups,
-    GROUPS: tl.constexpr,  # noqa: N803
-    IS_EARLY: tl.constexpr,  # noqa: N803
-):
+def _split_kernel(x, order, codes, scales, sums, groups, GROUPS: tl.constexpr, IS_EARLY: tl.constexpr):  # type: ignore[no-untyped-def]  # noqa: N803
     """Each program splits some groups of a row."""
     row, group = tl.program_id(0), tl.program_id(1) * GROUPS + tl.arange(0, GROUPS)
     low = group[:, None] * 128 + tl.arange(0, 64)[None, :]
@@ -146,21 +127,9 @@ def _split_kernel(  # type: ignore[no-untyped-def]
 
 @triton.jit(do_not_specialize=["eps"])  # type: ignore[untyped-decorator]
 def _norm_kernel(  # type: ignore[no-untyped-def]
-    x,
-    delta,
-    bias,
-    weight,
-    codes,
-    scales,
-    sums,
-    eps,
-    stride,
-    part_stride,
-    groups,
-    NUM_PARTS: tl.constexpr,  # noqa: N803
-    GROUPS: tl.constexpr,  # noqa: N803
-    IS_EARLY: tl.constexpr,  # noqa: N803
-):
+    x, delta, bias, weight, codes, scales, sums, eps, stride, part_stride, groups,
+    NUM_PARTS: tl.constexpr, GROUPS: tl.constexpr, IS_EARLY: tl.constexpr  # noqa: N803
+):  # fmt: skip
     """Each program norms one row, as ``fused._norm_kernel`` does, and splits the result."""
     row, group = tl.program_id(0).to(tl.int64), tl.arange(0, GROUPS)
     column = group[:, None] * 128 + tl.arange(0, 64)[None, :]
@@ -194,15 +163,9 @@ def _add(source, delta, bias, beside, column, mask, part_stride, NUM_PARTS: tl.c
 
 @triton.jit  # type: ignore[untyped-decorator]
 def _act_kernel(  # type: ignore[no-untyped-def]
-    gate_up,
-    codes,
-    scales,
-    sums,
-    groups,
-    GROUPS: tl.constexpr,  # noqa: N803
-    ACTIVATION: tl.constexpr,  # noqa: N803
-    IS_EARLY: tl.constexpr,  # noqa: N803
-):
+    gate_up, codes, scales, sums, groups,
+    GROUPS: tl.constexpr, ACTIVATION: tl.constexpr, IS_EARLY: tl.constexpr  # noqa: N803
+):  # fmt: skip
     """Each program computes and splits some groups of a row."""
     row, group = tl.program_id(0), tl.program_id(1) * GROUPS + tl.arange(0, GROUPS)
     column = group[:, None] * 128 + tl.arange(0, 64)[None, :]
