@@ -54,32 +54,12 @@ def multiply_packed(
     codes, scales, kind = parts_of(weight)
     shared_codes, shared_scales, shared_kind = parts_of(shared)
     _packed_kernel[(max_blocks * triton.cdiv(out.shape[1], tile.columns),)](
-        source,
-        codes,
-        scales,
-        shared_codes,
-        shared_scales,
-        bias,
-        order,
-        ends,
-        out,
-        chosen,
-        num_all,
-        chosen.numel(),
-        out.shape[1],
-        source.shape[1],
-        chosen.shape[1],
-        EXPERTS=triton.next_power_of_2(num_all),
-        ACTIVATION=activation,
-        KIND=kind,
-        SHARED_KIND=shared_kind,
-        ROWS=tile.rows,
-        COLUMNS=tile.columns,
-        IS_EVEN=source.shape[1] % BLOCK.value == 0,
-        num_warps=tile.warps,
-        num_stages=tile.stages,
-        **early_launch(source.device),
-    )
+        source, codes, scales, shared_codes, shared_scales, bias, order, ends, out, chosen, num_all, chosen.numel(),
+        out.shape[1], source.shape[1], chosen.shape[1],
+        EXPERTS=triton.next_power_of_2(num_all), ACTIVATION=activation, KIND=kind, SHARED_KIND=shared_kind,
+        ROWS=tile.rows, COLUMNS=tile.columns, IS_EVEN=source.shape[1] % BLOCK.value == 0, num_warps=tile.warps,
+        num_stages=tile.stages, **early_launch(source.device),
+    )  # fmt: skip
 
 
 @triton.jit(do_not_specialize=["num_per_token", "num_experts", "num_chosen"])  # type: ignore[untyped-decorator]
@@ -158,19 +138,9 @@ def _interleaved(row, first, num_columns, NUM_PARTS: tl.constexpr):  # type: ign
 
 @triton.jit  # type: ignore[untyped-decorator]
 def packed_sums(  # type: ignore[no-untyped-def]
-    rows,
-    is_row,
-    codes,
-    scales,
-    expert,
-    part,
-    column,
-    num_columns,
-    depth,
-    NUM_PARTS: tl.constexpr,  # noqa: N803
-    KIND: tl.constexpr,  # noqa: N803
-    IS_EVEN: tl.constexpr,  # noqa: N803
-):
+    rows, is_row, codes, scales, expert, part, column, num_columns, depth,
+    NUM_PARTS: tl.constexpr, KIND: tl.constexpr, IS_EVEN: tl.constexpr  # noqa: N803
+):  # fmt: skip
     """Returns the products of rows with some rows of a matrix, float32 ``[N, ROWS]``.
 
     Nothing is read of rows of a block of few that are none: that would be as much as its weights are.
