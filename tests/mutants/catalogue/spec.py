@@ -140,8 +140,8 @@ with tree_reference.write_trees, test_trees.test_a_row_that_gets_a_chain_gets_th
     "drafts in trees: rows with a grammar get nodes of a tree"
     torch.where(is_chain, path[:, index.clamp(max=shape.depth - 1)], tree.drafts)
     tree.drafts
-with tree_head.TreeProposer.prepare, test_tree_matrix.test_trees_change_nothing:
-    "INV 81: a chain is verified by the masks of the tree before it"
+with tree_head.TreeProposer.prepare, test_tree_head.test_drafts_are_a_chain_until_a_tree_is_written:
+    "drafts in trees: a chain is verified as if it were the tree before it"
     self._masks.index_copy_(0, chain.rows, self._chain.expand(chain.rows.shape[0], -1))
     pass
 with head.HeadProposer.compute, test_tree_drafts.test_a_tree_of_one_candidate_a_level_is_a_chain:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import cast
+from typing import Any, cast
 
 import pytest
 import torch
@@ -26,6 +26,9 @@ class DrawnHead:
 
     def __init__(self, generator: torch.Generator) -> None:
         self._generator = generator
+
+    def prepare(self, step: DraftChain) -> DraftChain:
+        return step
 
     def compute(self, chain: DraftChain, nodes: DraftNodes, states: Tensor) -> tuple[Tensor, Tensor]:
         count = nodes.tokens.numel()
@@ -59,3 +62,25 @@ def test_drafts_are_written_in_slots_of_their_own_row_alone(shape: TreeShape) ->
         assert ((rows.tokens[row] != FREE) == is_draft).all()
         assert (rows.state.trees.masks[row, 1:] == 1).all() == (row == 4)
     assert (rows.tokens[5] == FREE).all() and not rows.tokens[0].any()
+
+
+def test_drafts_are_a_chain_until_a_tree_is_written() -> None:
+    shape, generator = TreeShape(2, 3, 7), torch.Generator().manual_seed(4)
+    rows = DeviceRows(3, MAX_LEN, 4, 40, "cpu", max_draft=shape.num_draft, max_depth=shape.depth)
+    assert rows.state.trees is not None
+    head = cast(HeadProposer, DrawnHead(generator))
+    proposer = TreeProposer(head, [shape], rows.state, rows.sampling, draft_ops_for(rows.device))
+    chain = DraftChain(
+        rows=torch.tensor([1, 3]),
+        legal=torch.tensor([True, True]),
+        positions=torch.tensor([5, 6]),
+        logits=torch.randn((2, VOCAB), generator=generator),
+        carried=torch.zeros((2, 1)),
+        layout=DraftLayout.uniform(2, 1, MAX_LEN, rows.device),
+    )
+    step: Any = chain  # which the head returns
+    chains = rows.state.trees.masks.clone()
+    proposer.draft(chain, shape, is_greedy=True)
+    assert (rows.state.trees.masks[[1, 3]] != chains[[1, 3]]).any(1).all()
+    assert proposer.prepare(step) is chain
+    assert torch.equal(rows.state.trees.masks, chains)
