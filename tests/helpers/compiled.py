@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 import triton.language as tl
-from triton import knobs
+from triton import compiler, knobs
 from triton.backends.compiler import GPUTarget
 from triton.backends.nvidia.compiler import CUDABackend
 from triton.compiler.code_generator import CodeGenerator
@@ -42,19 +42,32 @@ class Compiled:
 
     Attributes:
         shared_bytes: Shared memory of each variant of a kernel, by module and name.
+
+    Args:
+        patch: Puts this into Triton's place.
+        known: Shared memory of each source with its constants and options, of which none is compiled twice.
     """
 
-    def __init__(self, patch: pytest.MonkeyPatch) -> None:
+    def __init__(self, patch: pytest.MonkeyPatch, known: dict[tuple[str, str], int]) -> None:
         self.shared_bytes: dict[str, list[int]] = defaultdict(list)
         gpu = SimpleNamespace(
             get_current_target=lambda: HOPPER, get_current_device=lambda: 0, get_current_stream=lambda device: 0
         )
         launch, call = JITFunction.run, CodeGenerator.call_JitFunction
+        lower = compiler.compile
         read, look_up = CodeGenerator.get_Attribute, CodeGenerator.visit_Name
         count = tl.static_range.__init__
 
         def stop(backend: Any, module: Any, metadata: dict[str, Any], *_: Any) -> None:
             raise _LoweredError(metadata["shared"])
+
+        def compile_once(source: Any, target: Any, options: dict[str, Any]) -> None:
+            key = source.hash(), repr(sorted(options.items()))
+            if key not in known:
+                with pytest.raises(_LoweredError) as stopped:
+                    lower(source, target=target, options=options)
+                known[key] = stopped.value.args[0]
+            raise _LoweredError(known[key])
 
         def compile_only(kernel: Any, *args: Any, grid: Any, warmup: bool, **settings: Any) -> None:
             kernel.device_caches.clear()
@@ -88,6 +101,7 @@ class Compiled:
         patch.setattr(driver, "_active", gpu)
         patch.setattr(knobs.compilation, "always_compile", True)
         patch.setattr(CUDABackend, "make_ptx", stop)
+        patch.setattr(compiler, "compile", compile_once)
         patch.setattr(CodeGenerator, "call_JitFunction", portable_call)
         patch.setattr(CodeGenerator, "get_Attribute", portable_read)
         patch.setattr(CodeGenerator, "visit_Name", portable_name)

@@ -63,9 +63,14 @@ TERMS = {f"terms_triton._{name}_kernel" for name in ("split", "norm", "act")}
 TERMS |= {"term_products._fp8_kernel", "term_products._int4_kernel", "parts_triton._sum_kernel"}
 
 
+@pytest.fixture(scope="module")
+def known() -> dict[tuple[str, str], int]:
+    return {}
+
+
 @pytest.fixture
-def compiled(monkeypatch: pytest.MonkeyPatch) -> Compiled:
-    return Compiled(monkeypatch)
+def compiled(monkeypatch: pytest.MonkeyPatch, known: dict[tuple[str, str], int]) -> Compiled:
+    return Compiled(monkeypatch, known)
 
 
 def attend_latents(

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import pytest
+
 from tests.helpers.interpreted import run_interpreted
+from tests.helpers.widening import some
 
 HEADER = """
 import torch
@@ -16,6 +19,13 @@ TOLERANCE = {torch.float64: 1e-12, torch.float32: 2e-5, torch.float16: 1e-2}
 
 def randn(*shape, dtype=torch.float32, scale=1.0):
     return (torch.randn(shape, generator=generator) * scale).to(dtype)
+
+def typed(sizes, is_wide):
+    # Sizes with a type and its tolerance: types take turns, or each meets all sizes.
+    types = list(TOLERANCE.items())
+    for place, its in enumerate(sizes):
+        for dtype, tolerance in types if is_wide else types[place % 3 :][:1]:
+            yield *its, dtype, tolerance
 """
 ROUTES = """
 for dtype, tolerance in TOLERANCE.items():
@@ -53,34 +63,33 @@ MIXES = """
 few_experts._GATE = few_experts._DOWN = few_experts._Block(2, 16)  # less than a row
 # (tokens, experts, experts per token, hidden, inner): one token, uneven sizes, experts without tokens, tall blocks, tall
 # ones of which the last are filled by half, or less, and whose rows blocks fill
-for tokens, num_experts, count, hidden, inner in (
-    (1, 6, 2, 40, 24), (9, 5, 2, 70, 40), (35, 2, 2, 48, 33), (70, 2, 2, 48, 33), (130, 4, 2, 64, 64), (0, 4, 2, 16, 16)):
-    for dtype, tolerance in TOLERANCE.items():
-        x = randn(tokens, hidden, dtype=dtype)
-        gate_up = randn(num_experts, 2 * inner, hidden, dtype=dtype, scale=0.2)
-        down = randn(num_experts, hidden, inner, dtype=dtype, scale=0.2)
-        shares, chosen = reference.route(randn(tokens, num_experts, dtype=dtype), count, True)
-        got = experts.mix_experts(x, shares, chosen, gate_up, down)
-        expected = reference.mix_experts(x, shares, chosen, gate_up, down)
-        assert got.dtype == dtype and got.shape == x.shape
-        assert_close(got, expected, atol=tolerance, rtol=tolerance)
-        shared = randn(2 * inner, hidden, dtype=dtype, scale=0.2), randn(hidden, inner, dtype=dtype, scale=0.2)
-        got, without = experts.mix_experts(x, shares, chosen, gate_up, down, shared=shared), expected
-        expected = reference.mix_experts(x, shares, chosen, gate_up, down, shared=shared)
-        assert_close(got, expected, atol=2 * tolerance, rtol=tolerance)
-        assert not tokens or (expected - without).abs().max() > 0.1
+for tokens, num_experts, count, hidden, inner, dtype, tolerance in typed((
+    (1, 6, 2, 40, 24), (9, 5, 2, 70, 40), (35, 2, 2, 48, 33), (70, 2, 2, 48, 33), (0, 4, 2, 16, 16), (130, 4, 2, 64, 64)
+), IS_WIDE):
+    x = randn(tokens, hidden, dtype=dtype)
+    gate_up = randn(num_experts, 2 * inner, hidden, dtype=dtype, scale=0.2)
+    down = randn(num_experts, hidden, inner, dtype=dtype, scale=0.2)
+    shares, chosen = reference.route(randn(tokens, num_experts, dtype=dtype), count, True)
+    got = experts.mix_experts(x, shares, chosen, gate_up, down)
+    expected = reference.mix_experts(x, shares, chosen, gate_up, down)
+    assert got.dtype == dtype and got.shape == x.shape
+    assert_close(got, expected, atol=tolerance, rtol=tolerance)
+    shared = randn(2 * inner, hidden, dtype=dtype, scale=0.2), randn(hidden, inner, dtype=dtype, scale=0.2)
+    got, without = experts.mix_experts(x, shares, chosen, gate_up, down, shared=shared), expected
+    expected = reference.mix_experts(x, shares, chosen, gate_up, down, shared=shared)
+    assert_close(got, expected, atol=2 * tolerance, rtol=tolerance)
+    assert not tokens or (expected - without).abs().max() > 0.1
 """
 BIASES = """
 LIMITED = Activation(slope=1.702, shift=1.0, limit=2.0)
-for dtype, tolerance in TOLERANCE.items():
-    for tokens, inner in ((1, 40), (9, 40), (70, 33)):
-        x = randn(tokens, 48, dtype=dtype)
-        gate_up, down = randn(4, 2 * inner, 48, dtype=dtype, scale=0.3), randn(4, 48, inner, dtype=dtype, scale=0.2)
-        weights = gate_up, down, randn(4, 2 * inner, dtype=dtype), randn(4, 48, dtype=dtype)
-        shares, chosen = reference.route(randn(tokens, 4, dtype=dtype), 2, True)
-        got = experts.mix_experts(x, shares, chosen, *weights, LIMITED)
-        assert_close(got, reference.mix_experts(x, shares, chosen, *weights, LIMITED), atol=2 * tolerance, rtol=tolerance)
-        assert (got - experts.mix_experts(x, shares, chosen, gate_up, down, activation=LIMITED)).abs().max() > 0.1
+for tokens, inner, dtype, tolerance in typed(((1, 40), (9, 40), (70, 33)), IS_WIDE):
+    x = randn(tokens, 48, dtype=dtype)
+    gate_up, down = randn(4, 2 * inner, 48, dtype=dtype, scale=0.3), randn(4, 48, inner, dtype=dtype, scale=0.2)
+    weights = gate_up, down, randn(4, 2 * inner, dtype=dtype), randn(4, 48, dtype=dtype)
+    shares, chosen = reference.route(randn(tokens, 4, dtype=dtype), 2, True)
+    got = experts.mix_experts(x, shares, chosen, *weights, LIMITED)
+    assert_close(got, reference.mix_experts(x, shares, chosen, *weights, LIMITED), atol=2 * tolerance, rtol=tolerance)
+    assert (got - experts.mix_experts(x, shares, chosen, gate_up, down, activation=LIMITED)).abs().max() > 0.1
 x = torch.full((1, 16), torch.nan)
 broken = experts.mix_experts(x, torch.ones(1, 1), torch.zeros(1, 1, dtype=torch.int64), randn(1, 16, 16), randn(1, 16, 8),
                              activation=LIMITED)
@@ -136,8 +145,9 @@ for tokens in (9, 130):
 """
 
 
-def test_kernels_of_experts_compute_what_their_twins_do() -> None:
-    run_interpreted(HEADER + ROUTES + GROUPS + MIXES + BIASES + OTHERS)
+@pytest.mark.parametrize("is_wide", some((False, True), False))
+def test_kernels_of_experts_compute_what_their_twins_do(is_wide: bool) -> None:
+    run_interpreted(f"IS_WIDE = {is_wide}\n" + HEADER + ROUTES + GROUPS + MIXES + BIASES + OTHERS)
 
 
 def test_the_turn_of_the_expert_that_computes_all_reads_no_choice() -> None:
