@@ -25,7 +25,7 @@ with shard_weights.cut_drawn, test_shards.test_all_experts_in_one_tensor_are_cut
     "S1: the first rank has all gates of an expert, and no rows of up"
     cut is not None and piece.is_interleaved
     False
-with shards._cut, test_shards.test_all_experts_in_one_tensor_are_cut_inside["packed"]:
+with shards._cut, test_shards.test_all_experts_in_one_tensor_are_cut_inside["auto"]:
     "S1: experts in groups of numbers are cut by the other dimension"
     (name == _INNER_OF_EXPERTS) == (piece.form is Form.MXFP4)
     name == _INNER_OF_EXPERTS
