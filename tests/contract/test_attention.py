@@ -198,6 +198,7 @@ def test_everything_at_once(subject: Subject) -> None:
 PACKED: dict[str, dict[str, Any]] = {  # odd numbers of heads, whose words of scales are half empty, too
     "windows": {"window": 12, "sinks": True, "group": 2, "num_kv_heads": 3, "adjacent": False},
     "adjacent": {"num_kv_heads": 1, "group": 8, "head_dim": 128},
+    "many queries": {"num_kv_heads": 2, "group": 8, "head_dim": 64},  # 5 tokens of 8 heads are a product of 64 queries
     "trees": {"trees": True, "hides_first": True, "window": 40, "num_kv_heads": 4},
 }
 
