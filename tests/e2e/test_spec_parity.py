@@ -99,9 +99,9 @@ class Logits:
         self._draft = proposer.draft
         proposer.draft = self._watch  # type: ignore[method-assign]
 
-    def _watch(self, chain: DraftChain, *, is_greedy: bool) -> None:
+    def _watch(self, chain: DraftChain, tree: None, *, is_greedy: bool) -> None:
         self.noted.append(chain.logits.clone())
-        self._draft(chain, is_greedy=is_greedy)
+        self._draft(chain, tree, is_greedy=is_greedy)
 
 
 @torch.no_grad()

@@ -84,8 +84,8 @@ def greedy_drafts(llm: LLM) -> Iterator[None]:
     assert isinstance(proposer, HeadProposer)
     usual = proposer.draft
 
-    def draw(chain: Any, *, is_greedy: bool) -> None:
-        usual(chain, is_greedy=True)
+    def draw(chain: Any, tree: None, *, is_greedy: bool) -> None:
+        usual(chain, tree, is_greedy=True)
 
     proposer.draft = draw  # type: ignore[method-assign]
     yield
