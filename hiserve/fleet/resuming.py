@@ -104,7 +104,7 @@ class Resumption:
 
     def _event(self, event: bytes) -> bytes:
         """Returns the events that the client gets now."""
-        name, _, payload = event.rpartition(b"data: ")
+        name, _, payload = event.partition(b"data: ")  # the first: a text may have these characters
         if name == b"event: ping\n":
             return event + b"\n\n"
         if payload == b"[DONE]" or not payload.startswith(b"{"):

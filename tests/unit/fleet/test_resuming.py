@@ -190,6 +190,16 @@ def test_a_stream_that_its_client_resumes_goes_on_from_there() -> None:
     assert json.loads(made.body)["resume_token_ids"] == [None, [5, 7]]
 
 
+@pytest.mark.parametrize("text", ["more data: ", 'data: {"x": 1}'])
+def test_a_text_like_an_event_is_a_text(text: str) -> None:
+    made = Resumption.of(NATIVE, b'{"text": "x", "stream": true}')
+    assert made is not None
+    event = {"text": text, "output_ids": [7], "meta_info": {"finish_reason": None}}
+    shown = made.push(b"data: " + json.dumps(event).encode() + b"\n\n")
+    assert json.loads(shown.removeprefix(b"data: ")) == event
+    assert json.loads(made.body)["resume_token_ids"] == [7]
+
+
 async def test_a_reply_that_cannot_be_resumed_is_not_begun_again() -> None:
     """Else the client would get the reply of another engine behind the part that it has."""
     asked: list[int] = []
