@@ -9,6 +9,7 @@ from typing import Any
 import msgspec
 
 from hiserve.fleet.stream_events import BlockEvents, ItemEvents, NativeEvents, OpenAIEvents, StreamEvents
+from hiserve.server.request.sampling_fields import MAX_CHOICES
 
 PROTOCOLS: dict[str, Callable[[dict[str, Any]], StreamEvents]] = {
     "/v1/chat/completions": OpenAIEvents,
@@ -168,7 +169,7 @@ async def resumed(
 
 
 def _num_choices(body: dict[str, Any]) -> int:
-    """Returns the choices of all prompts; 0 where they cannot be told."""
+    """Returns the choices of all prompts; 0 where they cannot be told, or are more than an engine takes."""
     sampling = body.get("sampling_params")
     given = [
         each.get("n") if isinstance(each, dict) else None
@@ -179,7 +180,8 @@ def _num_choices(body: dict[str, Any]) -> int:
         return 0
     prompts = next((body[name] for name in ("prompt", "text", "input_ids") if body.get(name)), None)
     num_prompts = len(prompts) if isinstance(prompts, list) and isinstance(prompts[0], list | str) else 1
-    return numbers[0] * (sum(numbers[1:]) if isinstance(sampling, list) else num_prompts * numbers[1])
+    number = numbers[0] * (sum(numbers[1:]) if isinstance(sampling, list) else num_prompts * numbers[1])
+    return number if number <= MAX_CHOICES else 0
 
 
 def _is_scored(include: Any) -> bool:

@@ -146,6 +146,7 @@ async def test_when_no_engine_is_left_the_stream_fails(server: Server) -> None:
         (TEXT, b'{"prompt": "x"}'),
         (TEXT, b'{"prompt": "x", "stream": true, "n": 0}'),
         (TEXT, b'{"prompt": "x", "stream": true, "n": "2"}'),
+        (TEXT, b'{"prompt": "x", "stream": true, "n": 4097}'),
         (TEXT, b'{"prompt": "x", "stream": true, "n": 2, "prompt_logprobs": 1}'),
         (TEXT, b'{"prompt": "x", "stream": true, "n": 2, "resume_token_ids": [[5]]}'),
         (TEXT, b'{"prompt": "x", "stream": true, "n": 2, "resume_token_ids": [5, 6]}'),
