@@ -60,7 +60,7 @@ def conversation_key(tenant: str, body: Mapping[str, Any]) -> bytes:
             request without messages the start of its prompt.
     """
     given = body.get("messages") or body.get("input")
-    messages = given if isinstance(given, list) and isinstance(given[0], dict) else ()
+    messages = given if isinstance(given, list) and given and isinstance(given[0], dict) else ()
     if messages:
         ends = (
             index

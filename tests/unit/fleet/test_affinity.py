@@ -78,7 +78,8 @@ def test_the_turns_of_a_conversation_have_one_key_and_others_have_others() -> No
 
 
 @pytest.mark.parametrize(
-    "body", [{}, {"messages": []}, {"messages": 5}, {"messages": [5]}, {"prompt": 5}, {"input": [{"a": 1}]}]
+    "body",
+    [{}, {"messages": []}, {"messages": 5}, {"messages": [5]}, {"prompt": 5}, {"input": [{"a": 1}]}, {"input": []}],
 )
 def test_a_body_of_any_form_has_a_key(body: dict[str, Any]) -> None:
     assert len(conversation_key("", body)) == 32
