@@ -15,7 +15,6 @@ from pathlib import Path
 from typing import Any
 
 import msgspec
-import numpy as np
 from dynamo.common.backend import EngineConfig, LLMEngine, LlmRegistration, WorkerConfig
 from dynamo.common.backend.publisher import ZmqSource
 from dynamo.common.backend.run import run
@@ -32,6 +31,7 @@ from hiserve.models.model_config import find_model
 from hiserve.scheduler.client import EngineClient
 from hiserve.server.reply.logprobs import unpack
 from hiserve.server.reply.seeds import Seeds
+from hiserve.text.body.parser import parse_prompt
 
 SAMPLING = (
     "temperature",
@@ -64,6 +64,7 @@ class Engine(LLMEngine):  # type: ignore[misc]
         self._options = options
         self._seeds = Seeds(options.server.seal_key)
         self._defaults = SamplingParams()
+        self._vocab_size = 0  # of the model, once it is started
         self._client: EngineClient | None = None
 
     @classmethod
@@ -122,6 +123,7 @@ class Engine(LLMEngine):  # type: ignore[misc]
         launch: Launch = await asyncio.to_thread(prepare, self._options)
         launch.log()
         settings = await asyncio.to_thread(launch.identified)
+        self._vocab_size = launch.model.vocab_size
         if settings.model.sampling_defaults != "openai":
             self._defaults = launch.model.sampling_defaults.params()
         self._client = await EngineClient.start(settings)
@@ -143,12 +145,17 @@ class Engine(LLMEngine):  # type: ignore[misc]
 
         A stream that Dynamo moves here has the tokens of the worker that died at the end of its prompt. They are drawn alike, as
         the seed is that of the request's id and noise that of a place; penalties count them as prompt.
+
+        Raises:
+            InvalidArgument: A value is out of range, a token is none of the model's, or what is asked for is not built.
         """
         assert self._client is not None, "not started"
-        prompt = np.array(request["token_ids"], dtype=np.int32)
         num_generated = num_cached = 0
         try:
-            sampling = sampling_of(request, self._defaults, self._seeds.draw(context.id(), 0))
+            # The frontend passes on the tokens of its clients, and the engine computes any.
+            prompt = parse_prompt(list(request["token_ids"]), vocab_size=self._vocab_size, param="token_ids")
+            assert not isinstance(prompt, str), "tokens become a text"
+            sampling = sampling_of(request, self._defaults, self._seeds.draw(context.id(), 0), self._vocab_size)
             stream = self._client.generate(prompt, sampling, tag=context.id())
             async with aclosing(stream) as deltas:
                 async for delta in deltas:
@@ -191,13 +198,14 @@ class Engine(LLMEngine):  # type: ignore[misc]
             self._own_events = ""
 
 
-def sampling_of(request: Fields, defaults: SamplingParams, seed: int) -> SamplingParams:
+def sampling_of(request: Fields, defaults: SamplingParams, seed: int, vocab_size: int) -> SamplingParams:
     """Returns the sampling parameters of a request; stop texts are the frontend's business.
 
     Args:
         request: As Dynamo's frontend makes it.
         defaults: Of the model.
         seed: For a request without one.
+        vocab_size: Of the model; end tokens that the frontend reads in its files may be beyond it.
 
     Raises:
         RequestError: A value is out of range, or what it asks for is not built.
@@ -212,9 +220,10 @@ def sampling_of(request: Fields, defaults: SamplingParams, seed: int) -> Samplin
     given = {name: wanted[name] for name in SAMPLING if wanted.get(name) is not None}
     if bias := given.get("logit_bias"):
         given["logit_bias"] = {int(token): value for token, value in bias.items()}
-    ends = [*(stops.get("stop_token_ids") or ()), *(stops.get("stop_token_ids_hidden") or ())]
+    hidden = [token for token in stops.get("stop_token_ids_hidden") or () if token < vocab_size]
+    ends = [*(stops.get("stop_token_ids") or ()), *hidden]
     num_top = shown.get("logprobs")
-    return msgspec.structs.replace(
+    sampling = msgspec.structs.replace(
         defaults,
         **{"seed": seed} | given,
         max_tokens=stops.get("max_tokens"),
@@ -223,6 +232,8 @@ def sampling_of(request: Fields, defaults: SamplingParams, seed: int) -> Samplin
         stop_token_ids=tuple(dict.fromkeys(ends)),
         logprobs=None if num_top in (None, "") else int(num_top),
     )
+    sampling.check_vocabulary(vocab_size)
+    return sampling
 
 
 def chunk_of(delta: TokenDelta, num_top: int | None) -> dict[str, Any]:

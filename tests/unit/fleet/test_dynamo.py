@@ -12,6 +12,7 @@ from typing import Any
 import numpy as np
 import pytest
 
+from hiserve.config.options import make_options
 from hiserve.core.plan import Scores
 from hiserve.core.request import FinishReason, SamplingParams
 from hiserve.errors import ConfigError, RequestError
@@ -73,11 +74,11 @@ def test_requests_become_parameters(adapter: Any) -> None:
             "max_tokens": 9,
             "ignore_eos": True,
             "stop_token_ids": [5],
-            "stop_token_ids_hidden": [5, 6],
+            "stop_token_ids_hidden": [5, 6, 10],
         },
         "output_options": {"logprobs": 2},
     }
-    assert adapter.sampling_of(request, SamplingParams(top_p=0.9), 77) == SamplingParams(
+    assert adapter.sampling_of(request, SamplingParams(top_p=0.9), 77, 10) == SamplingParams(
         temperature=0.5,
         top_p=0.9,
         logit_bias={7: 2.0},
@@ -88,13 +89,13 @@ def test_requests_become_parameters(adapter: Any) -> None:
         stop_token_ids=(5, 6),
         logprobs=2,
     )
-    assert adapter.sampling_of({"sampling_options": {"seed": 3}}, SamplingParams(), 77).seed == 3
+    assert adapter.sampling_of({"sampling_options": {"seed": 3}}, SamplingParams(), 77, 10).seed == 3
 
 
 @pytest.mark.parametrize("options", [{"n": 2}, {"guided_decoding": {"regex": "a"}}, {"temperature": -1.0}])
 def test_what_is_not_built_or_out_of_range_is_refused(adapter: Any, options: dict[str, Any]) -> None:
     with pytest.raises(RequestError):
-        adapter.sampling_of({"sampling_options": options}, SamplingParams(), 0)
+        adapter.sampling_of({"sampling_options": options}, SamplingParams(), 0, 10)
 
 
 def test_tokens_become_chunks_with_their_scores(adapter: Any) -> None:
@@ -114,6 +115,7 @@ async def test_a_stream_ends_with_its_usage_and_a_bad_request_says_so(adapter: A
     assert (config.namespace, config.served_model_name, config.discovery_backend) == ("space", "hiserve-nano", "file")
     (source,) = await engine.kv_event_sources()
     assert source.endpoint.startswith("ipc:///")
+    engine._vocab_size = 9
     engine._client = client = FakeEngineClient(script=lambda _: [[5], [6, 7]], finish=FinishReason.LENGTH, cached=2)
     request = {"token_ids": [1, 2, 3], "stop_conditions": {"max_tokens": 3}}
     chunks = [chunk async for chunk in engine.generate(request, Context())]
@@ -131,6 +133,25 @@ async def test_a_stream_ends_with_its_usage_and_a_bad_request_says_so(adapter: A
         await each.cleanup()
         await each.cleanup()
     assert client.stopped == 1
+
+
+@pytest.mark.parametrize(
+    "fields",
+    [
+        {"token_ids": [1, 9]},
+        {"token_ids": [-1]},
+        {"token_ids": [2**40]},
+        {"sampling_options": {"logit_bias": {"9": 1.0}}},
+        {"stop_conditions": {"stop_token_ids": [9]}},
+    ],
+)
+async def test_tokens_that_the_model_lacks_are_refused(adapter: Any, fields: dict[str, Any]) -> None:
+    """They would end the worker, and then each to which the request is moved."""
+    engine = adapter.Engine(make_options(seal_key="one secret", disable_prefix_cache=True))
+    engine._vocab_size, engine._client = 9, FakeEngineClient(script=lambda _: [[5]])
+    with pytest.raises(InvalidArgumentError, match="token ids"):
+        await anext(engine.generate({"token_ids": [1, 8]} | fields, Context()))
+    assert not engine._client.seen
 
 
 async def test_a_worker_of_dynamo_is_one_worker(adapter: Any) -> None:
