@@ -173,8 +173,9 @@ class Follower:
             step_id, checksum = self._told.popleft()
             if self._checksums[step_id] != checksum:
                 raise EngineError(f"the tokens of step {step_id} are not those of the first rank.")
-            # Also of steps before it, of which nothing is told, as they failed.
-            self._checksums = {step: kept for step, kept in self._checksums.items() if step > step_id}
+            # Also of steps before it, of which nothing is told, as they failed. Another thread adds some meanwhile.
+            for step in [each for each in list(self._checksums) if each <= step_id]:
+                del self._checksums[step]
 
     def _check_latest(self) -> None:
         """Raises the error of the step before, which on CUDA is known only when it has run."""

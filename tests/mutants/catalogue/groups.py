@@ -73,6 +73,10 @@ with rank.Follower._compare, test_ranks.test_a_rank_whose_rows_got_other_tokens_
     "S5: ranks go on with different tokens"
     self._checksums[step_id] != checksum
     False
+with rank.Follower._compare, test_ranks.test_a_step_may_end_while_earlier_ones_are_compared:
+    "S5: a step that ends while others are compared ends the rank, or is not compared"
+    list(self._checksums)
+    self._checksums
 with collectives._finish, test_collectives.test_a_collective_that_is_on_the_stream_is_not_waited_for:
     "a group on GPUs ends with its first exchange, as NCCL returns nothing to wait for"
     work is not None

@@ -19,6 +19,7 @@ from hiserve.engine import build, executor, group_facts, rank, ranks
 from hiserve.engine.executor import Executor
 from hiserve.engine.kv_event_sender import KvEventSender
 from hiserve.engine.rank_messages import DrawOrder, Order, Ran, decode_from_rank, decode_to_rank, encode
+from hiserve.engine.step_group import checksum_of
 from hiserve.errors import ConfigError, EngineError, ModelError
 from hiserve.ipc.frames import FrameSocket
 from hiserve.ipc.kv_events import Change, Stored
@@ -154,6 +155,35 @@ def test_a_rank_whose_rows_got_other_tokens_ends_the_group(monkeypatch: pytest.M
     monkeypatch.setattr(executor, "read_output", read)
     with LLM(**GROUP) as llm, pytest.raises(EngineError, match=r"rank 1: the tokens of step \d+ are not those of the"):
         llm.generate([PROMPT], [SamplingParams(temperature=0.0, max_tokens=12, ignore_eos=True)])
+
+
+def test_a_step_may_end_while_earlier_ones_are_compared() -> None:
+    """On CUDA another thread reads results."""
+    nothing = np.empty(0, dtype=np.int32)
+
+    def result(step_id: int) -> StepResult:
+        return StepResult(step_id, counts=nothing, tokens=nothing[:, None])
+
+    class Step(int):
+        """At its comparison with the step that is told, the next one ends."""
+
+        def __gt__(self, other: int) -> bool:
+            follower.take_result(result(2))
+            return int(self) > int(other)
+
+        def __le__(self, other: int) -> bool:
+            follower.take_result(result(2))
+            return int(self) <= int(other)
+
+    socket, other_end = FrameSocket.pair()
+    follower = rank.Follower(socket)
+    follower.take_result(result(Step(1)))
+    checksum = checksum_of(result(1))
+    follower._compare([(1, checksum)])
+    with pytest.raises(EngineError, match="the tokens of step 2 are not those"):
+        follower._compare([(2, checksum + 1)])
+    socket.close()
+    other_end.close()
 
 
 def test_events_do_not_depend_on_the_size_of_the_group(monkeypatch: pytest.MonkeyPatch) -> None:
