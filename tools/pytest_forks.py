@@ -133,6 +133,7 @@ def start_forks(session: pytest.Session, items: Iterable[pytest.Item], num_forks
                 each.close()  # or a fork would not notice that the first process is gone
             become_fork(session, sent)
             run_tests(queue, files)
+            vars(sys).pop("last_value", None)  # pytest's, of a test that failed, also of one that was expected to
             signal.signal(signal.SIGINT, signal.SIG_IGN)  # it ends now in any case
             return None
         sent.close()
@@ -181,7 +182,7 @@ def gather(session: pytest.Session, forks: list[Fork]) -> set[str]:
         while running:
             ready = wait([each for fork in running for each in (fork.messages, fork.handle)])
             for fork in list(running):
-                for hook, arguments in _messages(fork):
+                for hook, arguments in messages_of(fork):
                     pass_on(session.config, fork, hook, arguments)
                     if hook == "pytest_runtest_logstart":
                         begun.add(arguments["nodeid"])
@@ -195,12 +196,12 @@ def gather(session: pytest.Session, forks: list[Fork]) -> set[str]:
     return begun
 
 
-def _messages(fork: Fork) -> Iterator[tuple[str, dict[str, Any]]]:
-    """Returns what a fork has said."""
+def messages_of(fork: Fork) -> Iterator[tuple[str, dict[str, Any]]]:
+    """Returns what a fork has said, without what its death has cut."""
     try:
         while fork.messages.poll():
             yield json.loads(fork.messages.recv_bytes())
-    except EOFError:
+    except (EOFError, OSError):
         return
 
 
@@ -250,7 +251,7 @@ def see_end(session: pytest.Session, fork: Fork) -> None:
 def interrupt(session: pytest.Session, forks: Iterable[Fork]) -> None:
     """Ends forks as Ctrl-C does, so that fixtures are torn down; reports the tests that had ended."""
     for fork in forks:
-        for hook, arguments in _messages(fork):
+        for hook, arguments in messages_of(fork):
             pass_on(session.config, fork, hook, arguments)
         fork.messages.close()
         os.kill(fork.pid, signal.SIGINT)

@@ -5,6 +5,8 @@ from hiserve.cache.storage import inventory
 from hiserve.commands import batch, batch_files, top
 from tests.unit import test_graph_planted, test_main
 from tests.unit.commands import test_batch, test_cache_command, test_top
+from tests.unit.tools import test_pytest_forks
+from tools import pytest_forks
 from tools.graph_lint import values as graph_values
 
 with graph_values.collect, test_graph_planted.test_what_is_planted_is_found:
@@ -55,3 +57,11 @@ with top._Reader.__enter__, test_top.test_ctrl_c_ends_the_board_within_a_finaliz
     "Ctrl-C is not seen while a frame is read, where a finalizer may lose it"
     self.start()
     self.run()
+with pytest_forks.start_forks, test_pytest_forks.test_a_fork_that_dies_fails_the_test_that_it_ran_and_no_other_is_left_out:
+    "a fork whose last test is expected to fail seems to have died"
+    vars(sys).pop("last_value", None)
+    pass
+with pytest_forks.messages_of, test_pytest_forks.test_half_a_message_of_a_dead_fork_is_none:
+    "half a message of a fork that died ends the run of all tests"
+    (EOFError, OSError)
+    EOFError

@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+import os
+import struct
 import subprocess
 import sys
+from multiprocessing import Pipe
 from pathlib import Path
 
 import pytest
 
+from tools.pytest_forks import Fork, messages_of
 from tools.pytest_run import ROOT, Run, read_report, run_pytest
 
 FORKED = ("-q", "-c", "/dev/null", "-p", "no:cacheprovider", "-p", "tools.pytest_forks", "--forks", "2")
@@ -67,6 +71,13 @@ def test_leaves(): os._exit(0)
 def test_runs_all_the_same(): pass
 def test_is_killed(): os.kill(os.getpid(), signal.SIGKILL)
 def test_spoils_the_end_of_its_process(): atexit.register(os._exit, 7)
+"""
+
+EXPECTED = """
+import pytest
+
+@pytest.mark.xfail
+def test_is_expected_to_fail(): assert False
 """
 
 HELD = """
@@ -149,7 +160,7 @@ def test_two_forks_report_what_one_process_would(tmp_path: Path, capfd: pytest.C
 def test_a_fork_that_dies_fails_the_test_that_it_ran_and_no_other_is_left_out(
     tmp_path: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:
-    run = run_forks(tmp_path, test_dying=DYING, test_other="def test_passes(): pass")
+    run = run_forks(tmp_path, test_dying=DYING, test_other=EXPECTED)
     said = capfd.readouterr().out
     assert run.exit_code == 1, said
     assert outcomes(run) == {
@@ -158,10 +169,19 @@ def test_a_fork_that_dies_fails_the_test_that_it_ran_and_no_other_is_left_out(
         "test_dying::test_runs_all_the_same": "passed",
         "test_dying::test_is_killed": "failed",
         "test_dying::test_spoils_the_end_of_its_process": "failed",
-        "test_other::test_passes": "passed",
+        "test_other::test_is_expected_to_fail": "skipped",
     }
     for words in ("exit code 0 in this test", "signal 9 in this test", "exit code 7 after this test"):
         assert f"the process ended with {words}\n" in said
+
+
+def test_half_a_message_of_a_dead_fork_is_none() -> None:
+    received, sent = Pipe(duplex=False)
+    sent.send_bytes(b'["one", {}]')
+    os.write(sent.fileno(), struct.pack("!i", 100) + b"half")
+    sent.close()
+    assert list(messages_of(Fork(0, 0, received))) == [["one", {}]]
+    received.close()
 
 
 def test_ctrl_c_ends_all_forks_and_their_fixtures(tmp_path: Path) -> None:
