@@ -1,7 +1,7 @@
 """Fleets: where requests go."""
 
-from hiserve.fleet import affinity, resuming, simulation, stream_events
-from tests.unit.fleet import test_affinity, test_resuming, test_simulation
+from hiserve.fleet import affinity, dynamo, resuming, simulation, stream_events
+from tests.unit.fleet import test_affinity, test_dynamo, test_resuming, test_simulation
 
 with affinity.Affinity.homes, test_affinity.test_routers_choose_alike_whatever_the_order_of_their_names:
     "INV 95: a replica's place in the list decides"
@@ -47,3 +47,19 @@ with resuming.resumed, test_resuming.test_a_reply_that_cannot_be_resumed_is_not_
     "INV 96: a client gets another engine's reply behind a part of the first one's"
     has_begun and resumption.is_plain
     False
+with resuming.Resumption._event, test_resuming.test_a_text_like_an_event_is_a_text:
+    "INV 96: a text with the characters that begin the data of an event is taken for one"
+    event.partition(b"data: ")
+    event.rpartition(b"data: ")
+with resuming._num_choices, test_resuming.test_other_replies_are_not_resumed:
+    "a number of choices takes all memory of a gateway"
+    number <= MAX_CHOICES
+    True
+with dynamo.sampling_of, test_dynamo.test_tokens_that_the_model_lacks_are_refused:
+    "biases and stop tokens behind Dynamo are not compared with the vocabulary"
+    sampling.check_vocabulary(vocab_size)
+    pass
+with affinity.conversation_key, test_affinity.test_a_body_of_any_form_has_a_key:
+    "a gateway fails over a request without items"
+    isinstance(given, list) and given and isinstance(given[0], dict)
+    isinstance(given, list) and isinstance(given[0], dict)
