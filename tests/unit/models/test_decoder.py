@@ -29,13 +29,15 @@ def test_the_projection_behind_an_attention_is_told_of_it(tmp_path: Path, monkey
         return plain(x, weight, bias, **options)
 
     monkeypatch.setattr(reference, "linear", linear)
+    monkeypatch.setattr(reference, "linear_parts", linear)
     folder = save_llama(tmp_path)
     config = read_model_config(folder)
     model = load_decoder(folder, config, dtype="float64", device="cpu", load_format="auto", max_len=MAX_LEN)
     paged = Paged(config.kv_groups("float64"), attention_shape(config, dtype=torch.float64, page_size=16))
     model.forward(paged.plan([(0, 0, torch.arange(3, 9))]), paged.layers, paged.attention)
-    layer = [False, True, False, False]  # queries, keys and values; the attention's output; the MLP's two
-    assert told == [{"is_after_attention": each} for each in layer * config.num_layers + [False]]
+    one, other = {"is_after_attention": False}, {"is_after_attention": True}
+    layer = [one, other, {}, one]  # queries, keys and values; the attention's output; the MLP's, the first with its activation
+    assert told == [*layer * config.num_layers, one]
 
 
 @pytest.mark.parametrize("shared_size", [0, 8, 16])
