@@ -36,7 +36,8 @@ def test_the_projection_behind_an_attention_is_told_of_it(tmp_path: Path, monkey
     paged = Paged(config.kv_groups("float64"), attention_shape(config, dtype=torch.float64, page_size=16))
     model.forward(paged.plan([(0, 0, torch.arange(3, 9))]), paged.layers, paged.attention)
     one, other = {"is_after_attention": False}, {"is_after_attention": True}
-    layer = [one, other, {}, one]  # queries, keys and values; the attention's output; the MLP's, the first with its activation
+    # Queries, keys and values; the attention's output; the MLP's, of which the first ends with its activation.
+    layer = [one, other, {}, one]
     assert told == [*layer * config.num_layers, one]
 
 
