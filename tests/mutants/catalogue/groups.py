@@ -77,6 +77,14 @@ with rank.Follower._compare, test_ranks.test_a_step_may_end_while_earlier_ones_a
     "S5: a step that ends while others are compared ends the rank, or is not compared"
     list(self._checksums)
     self._checksums
+with ranks.Ranks.void, test_ranks.test_steps_in_flight_behind_one_that_failed_are_not_compared:
+    "S5: steps behind one that failed, whose rows may differ, are compared and end the group"
+    step_id + MAX_IN_FLIGHT
+    step_id
+with ranks.Ranks.settle, test_ranks.test_the_first_rank_alone_looks_into_the_store:
+    "S9: each rank looks into the store, and nothing takes the answers of the others"
+    plan.lookups
+    False
 with collectives._finish, test_collectives.test_a_collective_that_is_on_the_stream_is_not_waited_for:
     "a group on GPUs ends with its first exchange, as NCCL returns nothing to wait for"
     work is not None

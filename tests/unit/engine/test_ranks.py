@@ -13,6 +13,7 @@ import pytest
 
 from hiserve import LLM, SamplingParams
 from hiserve.core.plan import BatchPlan, RowAdmit, StepFault, StepResult, TableWrites
+from hiserve.core.startup_measurements import StartupMeasurements
 from hiserve.core.step_faults import OUT_OF_MEMORY
 from hiserve.core.transfers import CopyKind, PageCopy, PageRun, StoreLookup
 from hiserve.engine import build, executor, group_facts, rank, ranks
@@ -129,6 +130,41 @@ def test_a_rank_waits_for_each_load_of_a_step_though_the_first_rank_has_seen_it_
     other_end.close()
 
 
+def result(step_id: int) -> StepResult:
+    return StepResult(step_id, counts=ints(), tokens=ints()[:, None])
+
+
+@pytest.fixture
+def first() -> Iterator[tuple[ranks.Ranks, list[Any]]]:
+    """A first rank without others, and its orders."""
+    settings: Any = SimpleNamespace(parallel=SimpleNamespace(tp=1))
+    made, orders = ranks.Ranks(settings, StartupMeasurements(), lambda: None), list[Any]()
+    made._send = orders.append  # type: ignore[method-assign]
+    yield made, orders
+    made.close()
+
+
+def test_the_first_rank_alone_looks_into_the_store(first: tuple[ranks.Ranks, list[Any]]) -> None:
+    """No other one takes answers."""
+    made, orders = first
+    one, lookup = ints(1), StoreLookup(11, [b"a"], 1)
+    plan = BatchPlan(1, one, one, ints(0), np.array([True]), ints(0), max_len=one, lookups=(lookup,))
+    made.settle(plan, _eager)
+    assert orders[0].plan.lookups == () and orders[0].plan.step_id == 1
+
+
+def test_steps_in_flight_behind_one_that_failed_are_not_compared(first: tuple[ranks.Ranks, list[Any]]) -> None:
+    made, orders = first
+    made.take_result(result(2))
+    made.void(3)
+    last = 3 + executor.MAX_IN_FLIGHT
+    for step_id in range(4, last + 2):
+        made.take_result(result(step_id))
+    one = ints(1)
+    made.settle(BatchPlan(last + 2, one, one, ints(0), np.array([True]), ints(0), max_len=one), _eager)
+    assert [step_id for step_id, _ in orders[0].ended] == [2, last + 1]
+
+
 def _eager() -> Decision:
     return Decision(Action.EAGER, Reason.GRAPHS_OFF, sampling="greedy")
 
@@ -159,10 +195,6 @@ def test_a_rank_whose_rows_got_other_tokens_ends_the_group(monkeypatch: pytest.M
 
 def test_a_step_may_end_while_earlier_ones_are_compared() -> None:
     """On CUDA another thread reads results."""
-    nothing = np.empty(0, dtype=np.int32)
-
-    def result(step_id: int) -> StepResult:
-        return StepResult(step_id, counts=nothing, tokens=nothing[:, None])
 
     class Step(int):
         """At its comparison with the step that is told, the next one ends."""
