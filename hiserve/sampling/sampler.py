@@ -174,9 +174,9 @@ def _threshold(ordered: Tensor, draws: Draws) -> Tensor:
     size = ordered.shape[1]
     num_cut = torch.where(draws.top_k > 0, size - draws.top_k, 0)
     is_cut = torch.arange(size, device=ordered.device) < num_cut[:, None]
-    probabilities = ordered.masked_fill(is_cut, -torch.inf).softmax(-1)
+    probabilities = aligned(ordered.masked_fill(is_cut, -torch.inf)).softmax(-1)
     # Summed from the smallest: a value is dropped if it and all smaller ones have at most 1 - top_p.
-    mass = probabilities.cumsum(-1, dtype=torch.float64)
+    mass = probabilities.cumsum(-1, dtype=torch.float64)[:, :size]
     num_fallen = (mass <= 1 - draws.top_p[:, None]).sum(-1, keepdim=True).clamp_(max=size - 1)
     return ordered.gather(1, num_fallen)
 

@@ -239,3 +239,16 @@ def test_masked_logits_are_never_drawn() -> None:
     row = logits()
     row[0, ::2] = -torch.inf
     assert (draws(row, FILTERS["top-p"], 500) % 2 == 1).all()
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+@pytest.mark.parametrize("params", [FILTERS["top-p"], FILTERS["both"]], ids=["all", "few"])
+def test_rows_begin_at_multiples_of_16_bytes_when_chances_are_summed(
+    monkeypatch: pytest.MonkeyPatch, params: SamplingParams, dtype: torch.dtype
+) -> None:
+    """As those of scores: the threshold of top-p is a sum on CUDA whose order would depend on the row's place in the batch."""
+    row, apart = logits(size=VOCAB + 1).to(dtype), []
+    expected, softmax = draws(row, params, 50), Tensor.softmax
+    monkeypatch.setattr(Tensor, "softmax", lambda x, dim: (apart.append(x.stride(0) * x.itemsize), softmax(x, dim))[1])
+    assert torch.equal(draws(row, params, 50), expected)
+    assert apart and all(each % 16 == 0 for each in apart)
