@@ -494,6 +494,21 @@ def test_weights_of_few_bits_are_widened_by_instructions(compiled: Compiled, mon
     assert widened | TERMS | {"latent_decode._attend"} < compiled.names()
 
 
+def test_no_product_of_64_queries_has_32_columns_of_values(compiled: Compiled, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Half a head of 64 in 8 bits: of such a product Triton 3.6 makes code that reads shared memory out of range."""
+    launched: list[Any] = []
+
+    class Told:
+        def __getitem__(self, grid: tuple[int, ...]) -> Any:
+            return lambda *given, **_: launched.append(given[-1])
+
+    monkeypatch.setattr(attention_decode, "_attend", Told())
+    for num_new, packs in ((9, True), (32, True), (32, False)):
+        case = Case(((0, num_new),), group=2, head_dim=64, dtype=BF16, packs=packs)
+        case.run(TritonAttention(case.shape), 0)
+    assert [(shape.num_queries, shape.block_dim) for shape in launched] == [(32, 64), (64, 128), (64, 64)]
+
+
 @pytest.mark.parametrize("name", RUNS)
 def test_kernels_of_a_kind_compile(compiled: Compiled, name: str) -> None:
     run, kernels = RUNS[name]
