@@ -103,9 +103,12 @@ def test_rows_with_few_drafts_get_chains_and_beside_others_count_as_chains() -> 
     controller, acceptance = DraftController(device()), TierAcceptance(device())
     few = np.full(4, 6, np.int32)
     assert {controller.choose(few, CONTEXT) for _ in range(300)} <= {0, 1, 2, 3, 5}
-    counts = np.full(4, 4, np.int32)
+    counts, beside = np.full(4, 4, np.int32), TierAcceptance(device())
     for _ in range(100):
         acceptance.add(6, np.full(4, 15, np.int32), counts)  # three levels of six
+        beside.add(6, np.repeat([15, 5], 4).astype(np.int32), np.repeat([4, 1], 4).astype(np.int32))
+    everywhere = np.array([15, 5, 2], np.int32)
+    assert beside.tokens(everywhere).tolist() == acceptance.tokens(everywhere).tolist(), "parts of trees tell nothing"
     tokens = acceptance.tokens(np.array([15, 5], np.int32))
     alone = acceptance.tokens(np.array([15], np.int32)), acceptance.tokens(np.array([5], np.int32))
     np.testing.assert_allclose(tokens, alone[0] + alone[1])
