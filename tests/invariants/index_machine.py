@@ -167,6 +167,13 @@ class IndexMachine(RuleBasedStateMachine):
         if not stays:
             self.release(list(self.receipts).index(number))
 
+    @rule(tenant=tenants, pages=symbols, rest=picks)
+    def lock_late(self, tenant: bytes, pages: list[int], rest: int) -> None:
+        """Another request is served between a match and its lock: what it publishes makes the match stale."""
+        self.match(tenant, pages, rest)
+        self.serve(tenant, pages, rest, stays=False)
+        self.lock_remembered(len(self.remembered) - 1)
+
     @precondition(lambda self: self.model.cached)
     @rule(pick=picks, cut=st.integers(0, 3), new=symbols)
     def catch_up(self, pick: int, cut: int, new: list[int]) -> None:
