@@ -37,8 +37,8 @@ def logits_of(shape: TreeShape, vocab_size: int, generator: torch.Generator, dty
     return [2 * torch.randn((count, vocab_size), generator=generator, dtype=dtype) for count in counts]
 
 
-def grow_trees(ops: DraftOps, shape: TreeShape, logits: list[Tensor], *, is_greedy: bool) -> Grown:
-    """Grows and writes the trees of four rows."""
+def grow_trees(ops: DraftOps, shape: TreeShape, logits: list[Tensor], *, is_greedy: bool, is_coarse: bool = False) -> Grown:
+    """Grows and writes the trees of four rows; with ``is_coarse``, by worths in quarters, of which many are equal."""
     device, (rows, choice) = logits[0].device, torch.arange(8, device=logits[0].device).view(2, 4)
     nothing, masks = torch.zeros((5, 1), dtype=torch.int32), torch.zeros((5, 1 + shape.num_nodes), dtype=torch.int64)
     positions = torch.tensor([MAX_LEN - 2, 7, 9, 0], device=device)
@@ -61,6 +61,8 @@ def grow_trees(ops: DraftOps, shape: TreeShape, logits: list[Tensor], *, is_gree
         if nodes is not None:
             found.append(nodes)
     assert nodes is None and len(found) == shape.depth - 1
+    if is_coarse:
+        candidates.worth.mul_(4).round_().div_(4)
     legal = torch.tensor([True, True, False, True], device=device)
     ops.write_trees(candidates, rows + 1, legal, positions, state)
     return Grown(candidates, found, state)

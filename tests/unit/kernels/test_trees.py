@@ -57,6 +57,9 @@ for shape in SHAPES:
         for ours, theirs in zip(grown.words(), expected.words(), strict=True):
             assert torch.equal(ours, theirs), (shape, is_greedy, ours, theirs)
         torch.testing.assert_close(grown.candidates.worth, expected.candidates.worth)
+    grown, expected = (grow_trees(ops, shape, logits, is_greedy=True, is_coarse=True) for ops in (tree_growth, tree_reference))
+    for ours, theirs in zip(grown.words(), expected.words(), strict=True):
+        assert torch.equal(ours, theirs), (shape, "equal worths", ours, theirs)
 """
 
 
