@@ -92,6 +92,8 @@ def pytest_sessionstart(session: pytest.Session) -> None:
         sys.stderr.flush()
         os._exit(1 if hasattr(sys, "last_value") else int(session.exitstatus))  # 1: an exception that nothing caught
 
+    if session.config.option.forks < 0:
+        raise pytest.UsageError(f"--forks is {session.config.option.forks}, at least 0")
     if session.config.option.forks:
         atexit.register(end)  # what is registered first is called last
 

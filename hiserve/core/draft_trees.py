@@ -21,35 +21,41 @@ class Obstacle(NamedTuple):
 
 def obstacle_of(given: Options, model: ModelFacts, proposer: str, why_none: str) -> Obstacle | None:
     """Returns why drafts of a proposer (``--spec``, resolved for the reason ``why_none``) cannot be trees; None if they can."""
-    leave_one, models = (
-        "Leave one of them out.",
-        [model.step, *([] if model.draft is None else [model.draft.step.step])],
-    )
+    leave_one, leave_out = "Leave one of them out.", "Leave it out: drafts are chains then."
     of_heads = "only keys and values of heads can be moved to the places of accepted drafts"
-    found = {
-        Obstacle(
-            f"--spec is {proposer}{f' ({why_none})' if why_none else ''}, and trees are grown by a head or a draft model",
+    models = [model.step, *([] if model.draft is None else [model.draft.step.step])]
+    has_windows = model.window > 0 and given.cache.window_pages != 0 and not given.cache.kv_canary
+    reason = f" ({why_none})" if why_none else ""
+    facts = [
+        (
+            proposer in ("off", "ngram"),
+            f"--spec is {proposer}{reason}, and trees are grown by a head or a draft model",
             "Name one, or leave --spec-tree out.",
-        ): proposer in ("off", "ngram"),
-        Obstacle(
-            f"--spec-steps is {given.spec.spec_steps}, which is a number of drafts too", leave_one
-        ): given.spec.spec_steps != "auto",
-        Obstacle(f"--tp is {given.parallel.tp}, and ranks of a group draft in chains", leave_one): given.parallel.tp
-        > 1,
-        Obstacle(
-            "--exact is given, and drafts of trees lie in other slots than the tokens that they become", leave_one
-        ): given.runner.exact,
-        Obstacle(
-            f"latents or rows of several kinds are stored, and {of_heads}", "Leave it out: drafts are chains then."
-        ): any(each.latent_elements for each in models),
-        Obstacle(f"rows carry states along, and {of_heads}", "Leave it out: drafts are chains then."): model.carried
-        is not None,
-        Obstacle(
+        ),
+        (
+            given.spec.spec_steps != "auto",
+            f"--spec-steps is {given.spec.spec_steps}, which is a number of drafts too",
+            leave_one,
+        ),
+        (given.parallel.tp > 1, f"--tp is {given.parallel.tp}, and ranks of a group draft in chains", leave_one),
+        (
+            given.runner.exact,
+            "--exact is given, and drafts of trees lie in other slots than the tokens that they become",
+            leave_one,
+        ),
+        (
+            any(each.latent_elements for each in models),
+            f"latents or rows of several kinds are stored, and {of_heads}",
+            leave_out,
+        ),
+        (model.carried is not None, f"rows carry states along, and {of_heads}", leave_out),
+        (
+            has_windows,
             "layers with a window have pages of their own, in which accepted drafts cannot be moved",
             "Use --window-pages 0, or leave --spec-tree out.",
-        ): model.window > 0 and given.cache.window_pages != 0 and not given.cache.kv_canary,
-    }
-    return next((obstacle for obstacle, is_so in found.items() if is_so), None)
+        ),
+    ]
+    return next((Obstacle(fact, remedy) for is_so, fact, remedy in facts if is_so), None)
 
 
 def choose_trees(given: Options, model: ModelFacts, length: int, proposer: str, why_none: str) -> tuple[str, str]:

@@ -6,8 +6,8 @@ import triton
 import triton.language as tl
 
 
-@triton.jit  # type: ignore[untyped-decorator]
-def activate(gate, up, dtype: tl.constexpr, ACTIVATION: tl.constexpr):  # type: ignore[no-untyped-def]  # noqa: N803
+@triton.jit
+def activate(gate, up, dtype: tl.constexpr, ACTIVATION: tl.constexpr):  # type: ignore[no-untyped-def]
     """``core.activation`` of values in float32 or wider; the gate's part is rounded to ``dtype``."""
     if ACTIVATION.limit is not None:
         keep: tl.constexpr = tl.PropagateNan.ALL

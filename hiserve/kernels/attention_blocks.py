@@ -23,7 +23,7 @@ _ROOM = tl.constexpr(14.0)
 """Exponent of the largest weight of values in 8 bits: float16 ends at 2 to the power of 16."""
 
 
-@triton.jit  # type: ignore[untyped-decorator]
+@triton.jit
 def fold_all_seen(  # type: ignore[no-untyped-def]
     queries, k, v, k_blocks, v_blocks, scales, kv_head, pages, start, block, end, kv_stride, scale, top, total, mixed, shape: tl.constexpr
 ):  # fmt: skip
@@ -45,7 +45,7 @@ def fold_all_seen(  # type: ignore[no-untyped-def]
     return top, total, mixed
 
 
-@triton.jit  # type: ignore[untyped-decorator]
+@triton.jit
 def _run(pages, block, end, shape: tl.constexpr):  # type: ignore[no-untyped-def]
     """Whether each of the next blocks has adjacent slots, and the block where this changes."""
     if shape.is_fresh:
@@ -56,7 +56,7 @@ def _run(pages, block, end, shape: tl.constexpr):  # type: ignore[no-untyped-def
     return is_adjacent, tl.minimum(stop, end)
 
 
-@triton.jit  # type: ignore[untyped-decorator]
+@triton.jit
 def _are_adjacent(pages, block, end, shape: tl.constexpr):  # type: ignore[no-untyped-def]
     block = tl.minimum(block + tl.arange(0, RUN), end - 1)
     number = (block[:, None] * shape.num_keys + tl.arange(0, shape.num_keys)[None, :]) // shape.page_size
@@ -64,7 +64,7 @@ def _are_adjacent(pages, block, end, shape: tl.constexpr):  # type: ignore[no-un
     return tl.max(tl.max(shift, 1) - tl.min(shift, 1), 0) == 0
 
 
-@triton.jit  # type: ignore[untyped-decorator]
+@triton.jit
 def _fold_adjacent(  # type: ignore[no-untyped-def]
     queries, k_blocks, v_blocks, scales, kv_head, pages, start, block, end, scale, top, total, mixed, shape: tl.constexpr
 ):  # fmt: skip
@@ -86,7 +86,7 @@ def _fold_adjacent(  # type: ignore[no-untyped-def]
     return top, total, mixed
 
 
-@triton.jit  # type: ignore[untyped-decorator]
+@triton.jit
 def _fold_scattered(  # type: ignore[no-untyped-def]
     queries, k, v, scales, kv_head, pages, block, end, kv_stride, scale, top, total, mixed, shape: tl.constexpr
 ):  # fmt: skip
@@ -101,7 +101,7 @@ def _fold_scattered(  # type: ignore[no-untyped-def]
     return top, total, mixed
 
 
-@triton.jit  # type: ignore[untyped-decorator]
+@triton.jit
 def gather(x, place, is_key, stride, shape: tl.constexpr):  # type: ignore[no-untyped-def]
     """Loads vectors ``[num_keys, block_dim]``; where ``is_key`` is false, zeros without a read."""
     dim = tl.arange(0, shape.block_dim)
@@ -115,7 +115,7 @@ def gather(x, place, is_key, stride, shape: tl.constexpr):  # type: ignore[no-un
     return tile
 
 
-@triton.jit  # type: ignore[untyped-decorator]
+@triton.jit
 def load_scales(scales, place, kv_head, is_key, shape: tl.constexpr):  # type: ignore[no-untyped-def]
     """Loads the words with the scales of a head, int32 ``[num_keys]``; None of keys and values that are not packed."""
     if scales is None:
@@ -205,7 +205,7 @@ def weigh_packed(queries, keys, words, kv_head, sees, scale, top, total):  # typ
     return shares, decay, new_top, total * decay + tl.sum(weights, 1)
 
 
-@triton.jit  # type: ignore[untyped-decorator]
+@triton.jit
 def close(mixed, top, total, cell, head, is_query, results, shape: tl.constexpr):  # type: ignore[no-untyped-def]
     """Divides by the sum of weights and stores; zeros and -inf for a query that saw no key."""
     if results.sinks is not None:

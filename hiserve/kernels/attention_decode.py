@@ -159,10 +159,10 @@ def _has_instructions(q: Tensor) -> bool:
     return q.device.type == "cuda" and q.dtype.itemsize == 2
 
 
-@triton.jit(do_not_specialize=["table_stride", "max_q_len", "window", "scale"])  # type: ignore[untyped-decorator]
+@triton.jit(do_not_specialize=["table_stride", "max_q_len", "window", "scale"])
 def _attend(  # type: ignore[no-untyped-def]
     q, pool, rows, results, q_stride, slot_stride, table_stride, max_q_len, window, scale,
-    SHAPE: tl.constexpr, IS_EARLY: tl.constexpr  # noqa: N803
+    SHAPE: tl.constexpr, IS_EARLY: tl.constexpr
 ):  # fmt: skip
     """One program: some queries of one KV head of one row, over one part of its keys. Heads of a row are adjacent."""
     start_next(IS_EARLY)
@@ -204,23 +204,23 @@ def _attend(  # type: ignore[no-untyped-def]
             _join(first_part, num_parts, max_q_len, start, q_len, results, SHAPE)
 
 
-@triton.jit  # type: ignore[untyped-decorator]
-def _queries(number, SHAPE: tl.constexpr):  # type: ignore[no-untyped-def]  # noqa: N803
+@triton.jit
+def _queries(number, SHAPE: tl.constexpr):  # type: ignore[no-untyped-def]
     """Token and head of this program's queries of the given numbers."""
     num_kv_heads: tl.constexpr = SHAPE.num_heads // SHAPE.group
     query = tl.program_id(0) // num_kv_heads * SHAPE.num_queries + number
     return query // SHAPE.group, tl.program_id(0) % num_kv_heads * SHAPE.group + query % SHAPE.group
 
 
-@triton.jit  # type: ignore[untyped-decorator]
+@triton.jit
 def _attend_part(  # type: ignore[no-untyped-def]
     queries, pool, kv_head, pages, token, depth, seen, prefix, first, end, slot_stride, window, scale,
-    SHAPE: tl.constexpr  # noqa: N803
+    SHAPE: tl.constexpr
 ):  # fmt: skip
     """Attends over keys ``first`` (a block's start) to ``end``: weighted sum of values, top score, sum of weights."""
-    QUERIES: tl.constexpr = SHAPE.num_queries  # noqa: N806
-    KEYS: tl.constexpr = SHAPE.num_keys  # noqa: N806
-    DIM: tl.constexpr = SHAPE.block_dim  # noqa: N806
+    QUERIES: tl.constexpr = SHAPE.num_queries
+    KEYS: tl.constexpr = SHAPE.num_keys
+    DIM: tl.constexpr = SHAPE.block_dim
     begin = first_seen(prefix, window, SHAPE.hides_first)
     dim, key = tl.arange(0, DIM), first + tl.arange(0, KEYS)
     mixed = tl.zeros([QUERIES, DIM], tl.float32)
@@ -249,19 +249,19 @@ def _attend_part(  # type: ignore[no-untyped-def]
     return mixed, top, total
 
 
-@triton.jit  # type: ignore[untyped-decorator]
+@triton.jit
 def _attend_packed(  # type: ignore[no-untyped-def]
     queries, pool, kv_head, pages, token, depth, seen, prefix, first, end, slot_stride, window, scale,
-    SHAPE: tl.constexpr  # noqa: N803
+    SHAPE: tl.constexpr
 ):  # fmt: skip
     """Like ``_attend_part``, of keys and values in 8 bits.
 
     Values are read two at a time, an even and an odd one, which have products of their own: elements of 16 bits come from
     shared memory as the matrix instructions take them, bytes would be gathered one by one.
     """
-    QUERIES: tl.constexpr = SHAPE.num_queries  # noqa: N806
-    KEYS: tl.constexpr = SHAPE.num_keys  # noqa: N806
-    DIM: tl.constexpr = SHAPE.block_dim  # noqa: N806
+    QUERIES: tl.constexpr = SHAPE.num_queries
+    KEYS: tl.constexpr = SHAPE.num_keys
+    DIM: tl.constexpr = SHAPE.block_dim
     scale_words: tl.constexpr = (SHAPE.num_heads // SHAPE.group + 1) // 2
     begin = first_seen(prefix, window, SHAPE.hides_first)
     dim, pair, key = tl.arange(0, DIM), tl.arange(0, DIM // 2), first + tl.arange(0, KEYS)
@@ -318,8 +318,8 @@ def _close(mixed, top, total, sink):  # type: ignore[no-untyped-def]
     return mixed / divisor[:, None], (top + tl.log2(divisor)) * _LN_2
 
 
-@triton.jit  # type: ignore[untyped-decorator]
-def _finish(mixed, top, total, token, head, start, q_len, results, SHAPE: tl.constexpr):  # type: ignore[no-untyped-def]  # noqa: N803
+@triton.jit
+def _finish(mixed, top, total, token, head, start, q_len, results, SHAPE: tl.constexpr):  # type: ignore[no-untyped-def]
     """Writes results of queries whose keys are all in this part."""
     is_query, dim = token < q_len, tl.arange(0, SHAPE.block_dim)
     sink = None
@@ -333,16 +333,16 @@ def _finish(mixed, top, total, token, head, start, q_len, results, SHAPE: tl.con
         tl.store(results.lse + place, log_total, is_query)
 
 
-@triton.jit  # type: ignore[untyped-decorator]
-def _join(first_part, num_parts, max_q_len, start, q_len, results, SHAPE: tl.constexpr):  # type: ignore[no-untyped-def]  # noqa: N803
+@triton.jit
+def _join(first_part, num_parts, max_q_len, start, q_len, results, SHAPE: tl.constexpr):  # type: ignore[no-untyped-def]
     """Joins the parts of a row, in order, so that the result is the same whichever program joins.
 
     Loads bypass the L1 cache, which does not contain the stores of other programs.
     """
     # Bound to names, as Triton 3.6 has no shapes of fields.
-    QUERIES: tl.constexpr = SHAPE.num_joined  # noqa: N806
-    DIM: tl.constexpr = SHAPE.block_dim  # noqa: N806
-    PARTS: tl.constexpr = max(1, _NUM_JOINED // (SHAPE.num_joined * SHAPE.block_dim))  # noqa: N806
+    QUERIES: tl.constexpr = SHAPE.num_joined
+    DIM: tl.constexpr = SHAPE.block_dim
+    PARTS: tl.constexpr = max(1, _NUM_JOINED // (SHAPE.num_joined * SHAPE.block_dim))
     token, head = _queries(tl.arange(0, QUERIES), SHAPE)
     dim = tl.arange(0, DIM)[None, None, :]
     mixed = tl.zeros([QUERIES, DIM], tl.float32)

@@ -218,7 +218,7 @@ def head_blocks(x: Tensor, num_keys: int, block_dim: int) -> TensorDescriptor | 
     return TensorDescriptor.from_tensor(x, [num_keys, 1, block_dim])
 
 
-@triton.jit(  # type: ignore[untyped-decorator]
+@triton.jit(
     do_not_specialize=["table_stride", "num_tokens", "window", "scale", "leaves_fresh"],
     do_not_specialize_on_alignment=["qo_indptr", "kv_lens", "page_table", "tree_mask"],
 )
@@ -276,7 +276,7 @@ def _extend(  # type: ignore[no-untyped-def]
     close(mixed, top, total, cell, head, is_query, results, shape)
 
 
-@triton.jit  # type: ignore[untyped-decorator]
+@triton.jit
 def _span(prefix, q_len, first, tokens, window, seen, shape: tl.constexpr):  # type: ignore[no-untyped-def]
     """Keys that any of the tokens sees, ``[begin, end)``, and their blocks; each token sees ``[low_all, high_all)``."""
     first_position, last = prefix + first, tl.minimum(first + tokens, q_len) - 1 + prefix
@@ -295,7 +295,7 @@ def _span(prefix, q_len, first, tokens, window, seen, shape: tl.constexpr):  # t
     return begin, end, low, low_all, high_all, high
 
 
-@triton.jit  # type: ignore[untyped-decorator]
+@triton.jit
 def _share(low, low_all, high_all, high, part, shape: tl.constexpr):  # type: ignore[no-untyped-def]
     """The blocks of a part."""
     share = tl.cdiv(high - low, tl.num_programs(0) // shape.num_kv_heads)
@@ -305,7 +305,7 @@ def _share(low, low_all, high_all, high, part, shape: tl.constexpr):  # type: ig
     return low, low_all, tl.minimum(tl.maximum(high_all, low_all), high), high
 
 
-@triton.jit  # type: ignore[untyped-decorator]
+@triton.jit
 def _load_queries(q, token, head, is_query, q_stride, shape: tl.constexpr):  # type: ignore[no-untyped-def]
     """Loads query vectors, ``[num_queries, block_dim]``; zeros where there is no query."""
     dim = tl.arange(0, shape.block_dim)
@@ -314,7 +314,7 @@ def _load_queries(q, token, head, is_query, q_stride, shape: tl.constexpr):  # t
     return tl.load(q + at[:, None] + dim[None, :], is_element, other=0)
 
 
-@triton.jit  # type: ignore[untyped-decorator]
+@triton.jit
 def _places(key, is_key, start, pages, shape: tl.constexpr):  # type: ignore[no-untyped-def]
     """Indices of keys among the new ones or in the pool; arbitrary where ``is_key`` is false."""
     if shape.is_fresh:
@@ -325,7 +325,7 @@ def _places(key, is_key, start, pages, shape: tl.constexpr):  # type: ignore[no-
     return place
 
 
-@triton.jit  # type: ignore[untyped-decorator]
+@triton.jit
 def _sees(key, is_key, prefix, position, window, seen, shape: tl.constexpr):  # type: ignore[no-untyped-def]
     """Visibility mask of queries and keys."""
     if seen is None:
@@ -343,10 +343,8 @@ def _sees(key, is_key, prefix, position, window, seen, shape: tl.constexpr):  # 
     return sees
 
 
-@triton.jit(  # type: ignore[untyped-decorator]
-    do_not_specialize=["num_rows", "num_parts", "num_cells"], do_not_specialize_on_alignment=["qo_indptr"]
-)
-def _join(parts, results, qo_indptr, num_rows, num_parts, num_cells, NUM_JOINED: tl.constexpr, shape: tl.constexpr):  # type: ignore[no-untyped-def]  # noqa: N803
+@triton.jit(do_not_specialize=["num_rows", "num_parts", "num_cells"], do_not_specialize_on_alignment=["qo_indptr"])
+def _join(parts, results, qo_indptr, num_rows, num_parts, num_cells, NUM_JOINED: tl.constexpr, shape: tl.constexpr):  # type: ignore[no-untyped-def]
     """One program: some heads of the rows' tokens, from all parts."""
     num_heads: tl.constexpr = shape.num_kv_heads * shape.group
     block_dim: tl.constexpr = shape.block_dim

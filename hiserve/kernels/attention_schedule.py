@@ -157,13 +157,13 @@ def schedule(
     return Schedule(parts, counts, num_extra, window, hides_first, tile)
 
 
-@triton.jit(  # type: ignore[untyped-decorator]
+@triton.jit(
     do_not_specialize=["num_rows", "num_extra", "num_nodes_before", "window"],
     do_not_specialize_on_alignment=["qo_indptr", "kv_lens"],
 )
 def _schedule(  # type: ignore[no-untyped-def]
     qo_indptr, kv_lens, parts, num_rows, num_extra, num_nodes_before, window,
-    KEYS: tl.constexpr, HIDES_FIRST: tl.constexpr, IS_EARLY: tl.constexpr  # noqa: N803
+    KEYS: tl.constexpr, HIDES_FIRST: tl.constexpr, IS_EARLY: tl.constexpr
 ):  # fmt: skip
     """One program: one row. No part has more blocks than the share, which is the same for all rows."""
     start_next(IS_EARLY)
@@ -199,10 +199,10 @@ def _schedule(  # type: ignore[no-untyped-def]
         tl.store(at + 7, num_parts, is_part)
 
 
-@triton.jit  # type: ignore[untyped-decorator]
+@triton.jit
 def _share(  # type: ignore[no-untyped-def]
     qo_indptr, kv_lens, num_rows, num_extra, num_nodes_before, window,
-    KEYS: tl.constexpr, HIDES_FIRST: tl.constexpr  # noqa: N803
+    KEYS: tl.constexpr, HIDES_FIRST: tl.constexpr
 ):  # fmt: skip
     """The least number of blocks per part, of 32 candidates, for which the parts fit ``num_extra``.
 
@@ -227,10 +227,10 @@ def _share(  # type: ignore[no-untyped-def]
     return tl.min(tl.where(num_needed <= num_extra, share, most))
 
 
-@triton.jit  # type: ignore[untyped-decorator]
+@triton.jit
 def _seen_blocks(  # type: ignore[no-untyped-def]
     qo_indptr, kv_lens, row, num_rows, num_nodes_before, window,
-    KEYS: tl.constexpr, HIDES_FIRST: tl.constexpr  # noqa: N803
+    KEYS: tl.constexpr, HIDES_FIRST: tl.constexpr
 ):  # fmt: skip
     """The first block of keys that any token of a row sees; the blocks from there, at least 1; the row's length.
 
@@ -243,8 +243,8 @@ def _seen_blocks(  # type: ignore[no-untyped-def]
     return first, tl.cdiv(kv_len, KEYS) - first, kv_len
 
 
-@triton.jit  # type: ignore[untyped-decorator]
-def first_seen(prefix, window, HIDES_FIRST: tl.constexpr):  # type: ignore[no-untyped-def]  # noqa: N803
+@triton.jit
+def first_seen(prefix, window, HIDES_FIRST: tl.constexpr):  # type: ignore[no-untyped-def]
     """The first key that any token sees, in a row with ``prefix`` tokens before its new ones."""
     first = tl.full((), 1 if HIDES_FIRST else 0, tl.int32)
     if window is not None:

@@ -74,12 +74,12 @@ def compress(
     _keep[(num_tokens,)](*given, *strides, shape, num_warps=max(1, min(8, width // 128)), **early)
 
 
-@triton.jit(do_not_specialize=["eps", *_VARYING], do_not_specialize_on_alignment=["values", "scores"])  # type: ignore[untyped-decorator]
+@triton.jit(do_not_specialize=["eps", *_VARYING], do_not_specialize_on_alignment=["values", "scores"])
 def _make(  # type: ignore[no-untyped-def]
     values, scores, bias, ring, token_starts, rows, positions, token_rows, snapshots, starts, state_lens, state_ends,
     snap_at, snap_slots, norm, cos, sin, table, pool, eps, num_tokens, value_stride, score_stride, table_stride,
     slot_stride,
-    SHAPE: tl.constexpr, IS_EARLY: tl.constexpr  # noqa: N803
+    SHAPE: tl.constexpr, IS_EARLY: tl.constexpr
 ):  # fmt: skip
     """Each program makes the row that ends with a token, if one does; those behind store the snapshots of rows."""
     wide: tl.constexpr = SHAPE.num_series * SHAPE.width
@@ -111,8 +111,8 @@ def _make(  # type: ignore[no-untyped-def]
             _snapshot(given, kept, boundary, shift, tl.load(starts + row), value_stride, score_stride, SHAPE)
 
 
-@triton.jit  # type: ignore[untyped-decorator]
-def _weigh(given, last, shift, start, value_stride, score_stride, SHAPE: tl.constexpr):  # type: ignore[no-untyped-def]  # noqa: N803
+@triton.jit
+def _weigh(given, last, shift, start, value_stride, score_stride, SHAPE: tl.constexpr):  # type: ignore[no-untyped-def]
     """Returns the sum of the inputs up to ``last``, weighed by their softmax: of the step's tokens, and of the ring."""
     values, scores, bias, ring = given
     num_series: tl.constexpr = SHAPE.num_series
@@ -146,8 +146,8 @@ def _weigh(given, last, shift, start, value_stride, score_stride, SHAPE: tl.cons
     return summed / total
 
 
-@triton.jit  # type: ignore[untyped-decorator]
-def _turned(made, norm, cos, sin, eps, DTYPE: tl.constexpr, SHAPE: tl.constexpr):  # type: ignore[no-untyped-def]  # noqa: N803
+@triton.jit
+def _turned(made, norm, cos, sin, eps, DTYPE: tl.constexpr, SHAPE: tl.constexpr):  # type: ignore[no-untyped-def]
     """Norms a row and turns its last pairs; rounded where the twin is."""
     column, pair = tl.arange(0, SHAPE.width), tl.arange(0, SHAPE.width // 2) - (SHAPE.width // 2 - SHAPE.pairs)
     made *= tl.rsqrt(tl.sum(made * made, 0) / SHAPE.width + eps)
@@ -159,8 +159,8 @@ def _turned(made, norm, cos, sin, eps, DTYPE: tl.constexpr, SHAPE: tl.constexpr)
     return tl.reshape(turned, [SHAPE.width]).to(DTYPE).to(tl.float32)
 
 
-@triton.jit  # type: ignore[untyped-decorator]
-def _snapshot(given, kept, boundary, shift, start, value_stride, score_stride, SHAPE: tl.constexpr):  # type: ignore[no-untyped-def]  # noqa: N803
+@triton.jit
+def _snapshot(given, kept, boundary, shift, start, value_stride, score_stride, SHAPE: tl.constexpr):  # type: ignore[no-untyped-def]
     """Stores the inputs before a boundary: of the step's tokens, of the ring, zeros below position 0."""
     values, scores, bias, ring = given
     num_series: tl.constexpr = SHAPE.num_series
@@ -183,10 +183,10 @@ def _snapshot(given, kept, boundary, shift, start, value_stride, score_stride, S
             tl.store(target + wide + at, score)
 
 
-@triton.jit(do_not_specialize=_VARYING, do_not_specialize_on_alignment=["values", "scores"])  # type: ignore[untyped-decorator]
+@triton.jit(do_not_specialize=_VARYING, do_not_specialize_on_alignment=["values", "scores"])
 def _keep(  # type: ignore[no-untyped-def]
     values, scores, bias, ring, token_starts, rows, positions, token_rows, num_tokens, value_stride, score_stride,
-    SHAPE: tl.constexpr, IS_EARLY: tl.constexpr  # noqa: N803
+    SHAPE: tl.constexpr, IS_EARLY: tl.constexpr
 ):  # fmt: skip
     """Each program writes the inputs of a token into its row's ring, if they are among the last; those of no row are not written."""
     num_series: tl.constexpr = SHAPE.num_series

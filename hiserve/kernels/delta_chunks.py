@@ -62,8 +62,8 @@ def solve_chunks(made: MadeInputs, rows: StateRows, indptr: Tensor, *, num_token
     return SolvedChunks(keys, values, reads)
 
 
-@triton.jit  # type: ignore[untyped-decorator]
-def chunk_of(number, state_len, boundary, state_end, end, CHUNK: tl.constexpr):  # type: ignore[no-untyped-def]  # noqa: N803
+@triton.jit
+def chunk_of(number, state_len, boundary, state_end, end, CHUNK: tl.constexpr):  # type: ignore[no-untyped-def]
     """Returns first and end of a chunk of a row: the state is stored at ends of chunks alone."""
     boundary = tl.where(boundary <= end, boundary, state_len)
     first = tl.cdiv(boundary - state_len, CHUNK)
@@ -74,10 +74,10 @@ def chunk_of(number, state_len, boundary, state_end, end, CHUNK: tl.constexpr): 
     return low, tl.minimum(low + CHUNK, limit)
 
 
-@triton.jit(do_not_specialize=VARYING)  # type: ignore[untyped-decorator]
+@triton.jit(do_not_specialize=VARYING)
 def _solve_chunks(  # type: ignore[no-untyped-def]
     heads, factors, starts, state_lens, state_ends, snap_at, snap_slots, indptr, keys, values, reads, num_tokens, room,
-    SIZES: tl.constexpr, CHUNK: tl.constexpr, IS_EARLY: tl.constexpr  # noqa: N803
+    SIZES: tl.constexpr, CHUNK: tl.constexpr, IS_EARLY: tl.constexpr
 ):  # fmt: skip
     """Each program solves one chunk of a row for one value head."""
     start_next(IS_EARLY)
@@ -112,8 +112,8 @@ def _solve_chunks(  # type: ignore[no-untyped-def]
         tl.store(values + place[:, None] * SIZES.value_dim + value, made.to(values.dtype.element_ty), mask=is_live)
 
 
-@triton.jit  # type: ignore[untyped-decorator]
-def _inverse(lower, CHUNK: tl.constexpr):  # type: ignore[no-untyped-def]  # noqa: N803
+@triton.jit
+def _inverse(lower, CHUNK: tl.constexpr):  # type: ignore[no-untyped-def]
     """Returns the inverse of I + L. That of a pair of blocks has ``-D2 L21 D1`` below the inverses D1 and D2 of the two."""
     index = tl.arange(0, CHUNK)
     pair = index[:, None] ^ index[None, :]

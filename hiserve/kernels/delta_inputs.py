@@ -65,8 +65,8 @@ def sizes_of(weights: DeltaWeights, pools: DeltaPools, shape: DeltaShape) -> Del
     return DeltaSizes(shape.num_key_heads, shape.num_value_heads, *dims, channels, entry, taps, ring)
 
 
-@triton.jit  # type: ignore[untyped-decorator]
-def entry_of(t, start, begin, number, num_tokens, room, SIZES: tl.constexpr):  # type: ignore[no-untyped-def]  # noqa: N803
+@triton.jit
+def entry_of(t, start, begin, number, num_tokens, room, SIZES: tl.constexpr):  # type: ignore[no-untyped-def]
     """Returns where a token lies in the made tensors, of the batch's row ``number``, whose new ones begin at ``begin``."""
     reach: tl.constexpr = SIZES.ring - SIZES.taps + 1
     index = number.to(tl.int64)
@@ -81,7 +81,7 @@ def where_all(condition, index):  # type: ignore[no-untyped-def]
     return index < tl.where(condition, 1 << 30, 0)
 
 
-@triton.jit  # type: ignore[untyped-decorator]
+@triton.jit
 def load_state(places, is_there, key, dtype: tl.constexpr):  # type: ignore[no-untyped-def]
     """Loads columns of a state, ``[key_dim, N]``, in the type of sums; zeros if it is not there."""
     return tl.load(places, mask=where_all(is_there, key)[:, None], other=0.0).to(dtype)
@@ -103,8 +103,8 @@ def ends_of(number, state_len, end, slot, state_ends, snap_at):  # type: ignore[
     return state_end, tl.where((slot > 0) & (boundary > state_len) & (boundary <= state_end), boundary, end + 1)
 
 
-@triton.jit  # type: ignore[untyped-decorator]
-def store_nothing(out, indptr, until, head, value, SIZES: tl.constexpr):  # type: ignore[no-untyped-def]  # noqa: N803
+@triton.jit
+def store_nothing(out, indptr, until, head, value, SIZES: tl.constexpr):  # type: ignore[no-untyped-def]
     """The programs of the last row store zeros for the tokens behind it, up to ``until``: of a graph they belong to no row."""
     if tl.program_id(1) == tl.num_programs(1) - 1:
         for token in range(tl.load(indptr + tl.num_programs(1)), until):
@@ -176,11 +176,11 @@ def make_inputs(
     return MadeInputs(heads, factors, room, sizes)
 
 
-@triton.jit(do_not_specialize=VARYING)  # type: ignore[untyped-decorator]
+@triton.jit(do_not_specialize=VARYING)
 def _make_inputs(  # type: ignore[no-untyped-def]
     mixed, gates, conv, a_log, dt_bias, ring, rows, starts, state_lens, indptr, heads, factors, mixed_stride,
     gates_stride, channel_stride, tap_stride, num_tokens, room,
-    SIZES: tl.constexpr, BLOCK: tl.constexpr, BLOCK_DIM: tl.constexpr, IS_EARLY: tl.constexpr  # noqa: N803
+    SIZES: tl.constexpr, BLOCK: tl.constexpr, BLOCK_DIM: tl.constexpr, IS_EARLY: tl.constexpr
 ):  # fmt: skip
     """Each program computes some tokens of a row for one head of queries, keys or values."""
     await_previous(IS_EARLY)
@@ -213,10 +213,10 @@ def _make_inputs(  # type: ignore[no-untyped-def]
             make_factors(place, gate, kept + head, a_log + head, dt_bias + head, t < start, is_live, SIZES)
 
 
-@triton.jit  # type: ignore[untyped-decorator]
+@triton.jit
 def convolved(  # type: ignore[no-untyped-def]
     new, old, conv, tap_stride, stride, channel, is_channel, t, start, end,
-    SIZES: tl.constexpr, wide: tl.constexpr  # noqa: N803
+    SIZES: tl.constexpr, wide: tl.constexpr
 ):  # fmt: skip
     """Returns channels of the tokens at positions ``t`` after the convolution and its SiLU, in a wide type.
 
@@ -240,8 +240,8 @@ def normed(x):  # type: ignore[no-untyped-def]
     return x * tl.rsqrt(tl.sum(x * x, 1) + _NORM_EPS)[:, None]
 
 
-@triton.jit  # type: ignore[untyped-decorator]
-def make_factors(target, new, old, a_log, dt_bias, is_old, is_live, SIZES: tl.constexpr):  # type: ignore[no-untyped-def]  # noqa: N803
+@triton.jit
+def make_factors(target, new, old, a_log, dt_bias, is_old, is_live, SIZES: tl.constexpr):  # type: ignore[no-untyped-def]
     """Computes the factors of one head from the gates of some tokens, in the step or in the ring."""
     wide: tl.constexpr = target.dtype.element_ty
     is_new = is_live & (is_old == 0)

@@ -12,8 +12,8 @@ import triton.language as tl
 from hiserve.kernels.delta_inputs import either, where_all
 
 
-@triton.jit  # type: ignore[untyped-decorator]
-def copy_input(new, old, gate, target, is_new, is_old, SIZES: tl.constexpr, BLOCK: tl.constexpr):  # type: ignore[no-untyped-def]  # noqa: N803
+@triton.jit
+def copy_input(new, old, gate, target, is_new, is_old, SIZES: tl.constexpr, BLOCK: tl.constexpr):  # type: ignore[no-untyped-def]
     """Copies the program's channels of one input; zeros if it is neither new nor old.
 
     Args:
@@ -45,8 +45,8 @@ def copy_input(new, old, gate, target, is_new, is_old, SIZES: tl.constexpr, BLOC
     tl.store(target + SIZES.num_channels + column, found, mask=is_pair)
 
 
-@triton.jit  # type: ignore[untyped-decorator]
-def store_inputs(ring, row, snap_ring, slot, boundary, given, start, end, SIZES: tl.constexpr, BLOCK: tl.constexpr):  # type: ignore[no-untyped-def]  # noqa: N803
+@triton.jit
+def store_inputs(ring, row, snap_ring, slot, boundary, given, start, end, SIZES: tl.constexpr, BLOCK: tl.constexpr):  # type: ignore[no-untyped-def]
     """Writes the program's channels of the inputs before a boundary into a snapshot, then the row's newest into its ring.
 
     The latter overwrite what the former read. ``given`` has new inputs and gates, their strides, and where position 0 lies before

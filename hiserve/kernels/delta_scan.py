@@ -41,11 +41,11 @@ def scan_chunks(
     )  # fmt: skip
 
 
-@triton.jit(do_not_specialize=VARYING)  # type: ignore[untyped-decorator]
+@triton.jit(do_not_specialize=VARYING)
 def _scan_chunks(  # type: ignore[no-untyped-def]
     heads, factors, keys, values, reads, mixed, gates, ring, state, snap_ring, snap_state, rows, starts, state_lens,
     state_ends, snap_at, snap_slots, indptr, out, mixed_stride, gates_stride, num_tokens, room, until,
-    SIZES: tl.constexpr, BLOCK: tl.constexpr, CHUNK: tl.constexpr, IS_EARLY: tl.constexpr  # noqa: N803
+    SIZES: tl.constexpr, BLOCK: tl.constexpr, CHUNK: tl.constexpr, IS_EARLY: tl.constexpr
 ):  # fmt: skip
     """Each program advances some columns of one head's state over the tokens of one row."""
     start_next(IS_EARLY)
@@ -80,10 +80,10 @@ def _scan_chunks(  # type: ignore[no-untyped-def]
         store_inputs(ring, row, snap_ring, slot, boundary, given, start, end, SIZES, BLOCK)
 
 
-@triton.jit  # type: ignore[untyped-decorator]
+@triton.jit
 def _advance(  # type: ignore[no-untyped-def]
     total, heads, factors, keys, values, reads, entry, is_live, head, value,
-    SIZES: tl.constexpr, CHUNK: tl.constexpr  # noqa: N803
+    SIZES: tl.constexpr, CHUNK: tl.constexpr
 ):  # fmt: skip
     """Returns the state after a chunk, and what its tokens read; tokens that are not live change nothing.
 

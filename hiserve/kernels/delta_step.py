@@ -51,11 +51,11 @@ def advance(
     )  # fmt: skip
 
 
-@triton.jit(do_not_specialize=VARYING)  # type: ignore[untyped-decorator]
+@triton.jit(do_not_specialize=VARYING)
 def _advance(  # type: ignore[no-untyped-def]
     heads, factors, mixed, gates, ring, state, snap_ring, snap_state, rows, starts, state_lens, state_ends, snap_at,
     snap_slots, indptr, out, mixed_stride, gates_stride, num_tokens, room, until,
-    SIZES: tl.constexpr, BLOCK: tl.constexpr, IS_EARLY: tl.constexpr  # noqa: N803
+    SIZES: tl.constexpr, BLOCK: tl.constexpr, IS_EARLY: tl.constexpr
 ):  # fmt: skip
     """Each program advances some columns of one head's state over the tokens of one row.
 

@@ -109,12 +109,12 @@ _VARYING = [
 ]
 
 
-@triton.jit(do_not_specialize=_VARYING)  # type: ignore[untyped-decorator]
+@triton.jit(do_not_specialize=_VARYING)
 def _draft_inputs(  # type: ignore[no-untyped-def]
     rows, first, num, legal, token_rows, offsets, tokens, page_table, entry_owner, page_owner, kv_lens, table,
     input_ids, positions, slots, num_rows, num_tokens, table_stride, width, num_entries, num_pages, row_len,
-    SINK: tl.constexpr, PAGE_SIZE: tl.constexpr, TABLE_BLOCK: tl.constexpr, TOKEN_BLOCK: tl.constexpr,  # noqa: N803
-    IS_EARLY: tl.constexpr  # noqa: N803
+    SINK: tl.constexpr, PAGE_SIZE: tl.constexpr, TABLE_BLOCK: tl.constexpr, TOKEN_BLOCK: tl.constexpr,
+    IS_EARLY: tl.constexpr
 ):  # fmt: skip
     """Each program copies the table of one row or, after the rows, fills a block of tokens."""
     program = tl.program_id(0).to(tl.int64)
@@ -147,8 +147,8 @@ def _draft_inputs(  # type: ignore[no-untyped-def]
         put_tokens(token, mask, input_id, place, token_page, input_ids, positions, slots, PAGE_SIZE)
 
 
-@triton.jit  # type: ignore[untyped-decorator]
-def _own_page(page_table, entry_owner, page_owner, flat, mask, num_pages, SINK: tl.constexpr):  # type: ignore[no-untyped-def]  # noqa: N803
+@triton.jit
+def _own_page(page_table, entry_owner, page_owner, flat, mask, num_pages, SINK: tl.constexpr):  # type: ignore[no-untyped-def]
     """The pages of some entries; the padding page instead of those that do not, or no longer, belong to the row."""
     page = tl.load(page_table + flat, mask=mask, other=SINK)
     is_own = mask & (page >= 0) & (page < num_pages)
@@ -157,11 +157,11 @@ def _own_page(page_table, entry_owner, page_owner, flat, mask, num_pages, SINK: 
     return tl.where(is_own, page, SINK)
 
 
-@triton.jit(do_not_specialize=_VARYING)  # type: ignore[untyped-decorator]
+@triton.jit(do_not_specialize=_VARYING)
 def _draft_hidden_states(  # type: ignore[no-untyped-def]
     hidden_states, last, page_hidden, rows, first, token_rows, offsets, legal, qo_indptr, table, out, hidden_stride,
     last_stride, page_hidden_stride, table_stride, size,
-    PAGE_SIZE: tl.constexpr, BLOCK: tl.constexpr, IS_EARLY: tl.constexpr  # noqa: N803
+    PAGE_SIZE: tl.constexpr, BLOCK: tl.constexpr, IS_EARLY: tl.constexpr
 ):  # fmt: skip
     """Each program copies a block of the hidden state for one draft token."""
     token = tl.program_id(0).to(tl.int64)
@@ -185,11 +185,11 @@ def _draft_hidden_states(  # type: ignore[no-untyped-def]
     tl.store(out + token * size + element, value, mask=element < size)
 
 
-@triton.jit(do_not_specialize=_VARYING)  # type: ignore[untyped-decorator]
+@triton.jit(do_not_specialize=_VARYING)
 def _keep_hidden_states(  # type: ignore[no-untyped-def]
     hidden_states, last, page_hidden, rows, first, token_rows, offsets, legal, qo_indptr, table, computed_len,
     hidden_stride, last_stride, page_hidden_stride, table_stride, size,
-    SINK: tl.constexpr, PAGE_SIZE: tl.constexpr, BLOCK: tl.constexpr, IS_EARLY: tl.constexpr  # noqa: N803
+    SINK: tl.constexpr, PAGE_SIZE: tl.constexpr, BLOCK: tl.constexpr, IS_EARLY: tl.constexpr
 ):  # fmt: skip
     """Each program stores a block of the hidden state of the token before one draft token, if later steps need it."""
     token = tl.program_id(0).to(tl.int64)

@@ -43,10 +43,10 @@ _VARYING = ["rows", "first", "legal", "qo_indptr", "kv_lens", "table", "left_len
 _VARYING += ["table_stride", "left_stride", "width"]
 
 
-@triton.jit(do_not_specialize=_VARYING)  # type: ignore[untyped-decorator]
+@triton.jit(do_not_specialize=_VARYING)
 def _note_drafted(  # type: ignore[no-untyped-def]
     rows, first, legal, qo_indptr, table, computed_len, is_drafted, start_page, taken_len, table_stride, drafted_stride,
-    SINK: tl.constexpr, PAGE_SIZE: tl.constexpr, BLOCK: tl.constexpr, IS_EARLY: tl.constexpr  # noqa: N803
+    SINK: tl.constexpr, PAGE_SIZE: tl.constexpr, BLOCK: tl.constexpr, IS_EARLY: tl.constexpr
 ):  # fmt: skip
     """Each program handles one row; rows that failed the check store nothing."""
     number = tl.program_id(0).to(tl.int64)
@@ -84,10 +84,10 @@ def _note_drafted(  # type: ignore[no-untyped-def]
         tl.store(is_drafted + page * drafted_stride, 1, mask=is_done & (page != SINK))
 
 
-@triton.jit(do_not_specialize=_VARYING)  # type: ignore[untyped-decorator]
+@triton.jit(do_not_specialize=_VARYING)
 def _draft_window(  # type: ignore[no-untyped-def]
     rows, first, legal, kv_lens, table, start_page, left_lens, left_table, table_stride, left_stride, width,
-    PAGE_SIZE: tl.constexpr, BLOCK: tl.constexpr, IS_EARLY: tl.constexpr  # noqa: N803
+    PAGE_SIZE: tl.constexpr, BLOCK: tl.constexpr, IS_EARLY: tl.constexpr
 ):  # fmt: skip
     """Each program shifts the table of one row left."""
     number = tl.program_id(0).to(tl.int64)

@@ -87,10 +87,10 @@ def _join(values: Tensor, entries: Tensor, size: int) -> Tensor:
     return tokens
 
 
-@triton.jit(do_not_specialize=["mask_of", "num_words", "num_blocks"])  # type: ignore[untyped-decorator]
+@triton.jit(do_not_specialize=["mask_of", "num_words", "num_blocks"])
 def _find_best(  # type: ignore[no-untyped-def]
     logits, mask_of, words, num_words, values, entries, row_stride, size, num_blocks,
-    BLOCK: tl.constexpr, IS_EARLY: tl.constexpr  # noqa: N803
+    BLOCK: tl.constexpr, IS_EARLY: tl.constexpr
 ):  # fmt: skip
     """Each program finds the best entry of one part of a row."""
     part, row = tl.program_id(0), tl.program_id(1).to(tl.int64)
@@ -107,7 +107,7 @@ def _find_best(  # type: ignore[no-untyped-def]
     _store_part(best, where, values, entries, row * tl.num_programs(0) + part, size)
 
 
-@triton.jit(  # type: ignore[untyped-decorator]
+@triton.jit(
     do_not_specialize=[
         "temperature",
         "seed",
@@ -123,8 +123,8 @@ def _find_best(  # type: ignore[no-untyped-def]
 def _find_drawn(  # type: ignore[no-untyped-def]
     logits, maxima, temperature, seed, choice, position, is_drawn, mask_of, words, num_words, values, entries,
     row_stride, size, num_blocks, num_maxima,
-    TINY: tl.constexpr, STREAM: tl.constexpr, MAX_PARTS: tl.constexpr, BLOCK: tl.constexpr,  # noqa: N803
-    IS_EARLY: tl.constexpr  # noqa: N803
+    TINY: tl.constexpr, STREAM: tl.constexpr, MAX_PARTS: tl.constexpr, BLOCK: tl.constexpr,
+    IS_EARLY: tl.constexpr
 ):  # fmt: skip
     """Each program finds the best entry of one part of a row, noise added if the row draws."""
     part, row = tl.program_id(0), tl.program_id(1).to(tl.int64)
@@ -154,8 +154,8 @@ def _find_drawn(  # type: ignore[no-untyped-def]
     _store_part(best, where, values, entries, row * tl.num_programs(0) + part, size)
 
 
-@triton.jit(do_not_specialize=["num_parts"])  # type: ignore[untyped-decorator]
-def _join_parts(values, entries, tokens, num_parts, MAX_PARTS: tl.constexpr, IS_EARLY: tl.constexpr):  # type: ignore[no-untyped-def]  # noqa: N803
+@triton.jit(do_not_specialize=["num_parts"])
+def _join_parts(values, entries, tokens, num_parts, MAX_PARTS: tl.constexpr, IS_EARLY: tl.constexpr):  # type: ignore[no-untyped-def]
     """Each program finds the best part of one row."""
     row = tl.program_id(0).to(tl.int64)
     part = tl.arange(0, MAX_PARTS)
@@ -200,8 +200,8 @@ def _divide(x, y):  # type: ignore[no-untyped-def]
     return tl.div_rn(x, y) if x.dtype == tl.float32 else x / y
 
 
-@triton.jit  # type: ignore[untyped-decorator]
-def noise_words(seed, choice, position, stream, block, BLOCK: tl.constexpr):  # type: ignore[no-untyped-def] # noqa: N803
+@triton.jit
+def noise_words(seed, choice, position, stream, block, BLOCK: tl.constexpr):  # type: ignore[no-untyped-def]
     """One random word for each entry of a block, as in ``kernels.noise.gumbel``: four to a counter."""
     counter = (block * (BLOCK // 4) + tl.arange(0, BLOCK // 4)).to(tl.uint32)
     a, b, c, d = tl.philox(seed, counter, position.to(tl.uint32), choice.to(tl.uint32), stream)

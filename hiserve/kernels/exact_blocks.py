@@ -91,15 +91,15 @@ def shape_of(
     )
 
 
-@triton.jit  # type: ignore[untyped-decorator]
-def queries_of(block, kv_head, QUERIES: tl.constexpr, SHAPE: tl.constexpr):  # type: ignore[no-untyped-def]  # noqa: N803
+@triton.jit
+def queries_of(block, kv_head, QUERIES: tl.constexpr, SHAPE: tl.constexpr):  # type: ignore[no-untyped-def]
     """Token and head of the first queries of a block."""
     query = block * SHAPE.num_queries + tl.arange(0, QUERIES)
     return query // SHAPE.group, kv_head * SHAPE.group + query % SHAPE.group
 
 
-@triton.jit  # type: ignore[untyped-decorator]
-def load_queries(q, token, head, is_query, q_stride, SHAPE: tl.constexpr):  # type: ignore[no-untyped-def]  # noqa: N803
+@triton.jit
+def load_queries(q, token, head, is_query, q_stride, SHAPE: tl.constexpr):  # type: ignore[no-untyped-def]
     """Loads query vectors, ``[num_queries, block_dim]``; zeros where there is no query."""
     dim = tl.arange(0, SHAPE.block_dim)
     is_element = is_query[:, None] & (dim < SHAPE.head_dim)[None, :]
@@ -116,17 +116,17 @@ def sees_of(key, is_key, position, window):  # type: ignore[no-untyped-def]
     return sees
 
 
-@triton.jit  # type: ignore[untyped-decorator]
-def no_key(SHAPE: tl.constexpr):  # type: ignore[no-untyped-def]  # noqa: N803
+@triton.jit
+def no_key(SHAPE: tl.constexpr):  # type: ignore[no-untyped-def]
     """The state of ``fold`` before the first block of a segment."""
-    QUERIES: tl.constexpr = SHAPE.num_queries  # noqa: N806
-    DIM: tl.constexpr = SHAPE.block_dim  # noqa: N806
+    QUERIES: tl.constexpr = SHAPE.num_queries
+    DIM: tl.constexpr = SHAPE.block_dim
     top = tl.full([QUERIES], float("-inf"), tl.float32)
     return top, tl.zeros([QUERIES, _ONES], tl.float32), tl.zeros([QUERIES, DIM], tl.float32)
 
 
-@triton.jit  # type: ignore[untyped-decorator]
-def no_segment(QUERIES: tl.constexpr, DIM: tl.constexpr):  # type: ignore[no-untyped-def]  # noqa: N803
+@triton.jit
+def no_segment(QUERIES: tl.constexpr, DIM: tl.constexpr):  # type: ignore[no-untyped-def]
     """The state of ``add`` before the first segment."""
     top = tl.full([QUERIES], float("-inf"), tl.float32)
     return top, tl.zeros([QUERIES], tl.float32), tl.zeros([QUERIES, DIM], tl.float32)
@@ -158,8 +158,8 @@ def add(all_top, all_total, all_mixed, top, total, mixed):  # type: ignore[no-un
     return higher, all_total, all_mixed
 
 
-@triton.jit  # type: ignore[untyped-decorator]
-def finish(mixed, top, total, token, head, is_query, sinks, out, SHAPE: tl.constexpr):  # type: ignore[no-untyped-def]  # noqa: N803
+@triton.jit
+def finish(mixed, top, total, token, head, is_query, sinks, out, SHAPE: tl.constexpr):  # type: ignore[no-untyped-def]
     """Adds the sink, divides by the sum of weights and stores; zeros for a query that saw no key."""
     dim = tl.arange(0, SHAPE.block_dim)
     if sinks is not None:

@@ -72,17 +72,15 @@ def decode(
     )  # fmt: skip
 
 
-@triton.jit(  # type: ignore[untyped-decorator]
-    do_not_specialize=["table_stride", "max_q_len", "max_segments", "window", "scale"]
-)
+@triton.jit(do_not_specialize=["table_stride", "max_q_len", "max_segments", "window", "scale"])
 def _attend(  # type: ignore[no-untyped-def]
     q, k, v, page_table, parts, sinks, out, q_stride, slot_stride, table_stride, max_q_len, max_segments, window, scale,
-    SHAPE: tl.constexpr, IS_EARLY: tl.constexpr  # noqa: N803
+    SHAPE: tl.constexpr, IS_EARLY: tl.constexpr
 ):  # fmt: skip
     """One program: some queries of one KV head of one row, over some segments of its keys."""
     start_next(IS_EARLY)
     await_previous(IS_EARLY)
-    KEYS: tl.constexpr = SHAPE.num_keys  # noqa: N806
+    KEYS: tl.constexpr = SHAPE.num_keys
     block, kv_head = tl.program_id(0) // SHAPE.num_kv_heads, tl.program_id(0) % SHAPE.num_kv_heads
     at = parts.parts + tl.program_id(1) * FIELDS
     row, first, end, start = tl.load(at), tl.load(at + 1), tl.load(at + 2), tl.load(at + 3)
@@ -133,20 +131,20 @@ def _attend(  # type: ignore[no-untyped-def]
             )  # fmt: skip
 
 
-@triton.jit  # type: ignore[untyped-decorator]
-def _cell(first_part, segment, max_segments, max_q_len, token, head, SHAPE: tl.constexpr):  # type: ignore[no-untyped-def]  # noqa: N803
+@triton.jit
+def _cell(first_part, segment, max_segments, max_q_len, token, head, SHAPE: tl.constexpr):  # type: ignore[no-untyped-def]
     """Where a segment is kept: rows that are split have two parts at least, so that halves of their first ones differ."""
     cell = (first_part // 2 * max_segments + segment).to(tl.int64) * max_q_len + token
     return cell * (SHAPE.num_kv_heads * SHAPE.group) + head
 
 
-@triton.jit  # type: ignore[untyped-decorator]
+@triton.jit
 def _join(  # type: ignore[no-untyped-def]
-    parts, first_part, first, last, max_segments, max_q_len, block, kv_head, start, q_len, sinks, out, SHAPE: tl.constexpr  # noqa: N803
+    parts, first_part, first, last, max_segments, max_q_len, block, kv_head, start, q_len, sinks, out, SHAPE: tl.constexpr
 ):  # fmt: skip
     """Joins the segments of a row, in order. Loads bypass the L1 cache, which lacks the stores of other programs."""
-    QUERIES: tl.constexpr = SHAPE.num_joined  # noqa: N806
-    AT_ONCE: tl.constexpr = max(1, min(16, _NUM_JOINED // (SHAPE.num_joined * SHAPE.block_dim)))  # noqa: N806
+    QUERIES: tl.constexpr = SHAPE.num_joined
+    AT_ONCE: tl.constexpr = max(1, min(16, _NUM_JOINED // (SHAPE.num_joined * SHAPE.block_dim)))
     token, head = queries_of(block, kv_head, QUERIES, SHAPE)
     is_query, dim = token < q_len, tl.arange(0, SHAPE.block_dim)
     end = tl.where(is_query, last, first)

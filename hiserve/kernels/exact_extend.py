@@ -67,10 +67,10 @@ def extend(
         )  # fmt: skip
 
 
-@triton.jit(do_not_specialize=["table_stride", "window", "scale", "leaves_fresh"])  # type: ignore[untyped-decorator]
+@triton.jit(do_not_specialize=["table_stride", "window", "scale", "leaves_fresh"])
 def _extend(  # type: ignore[no-untyped-def]
     q, k, v, k_blocks, v_blocks, rows, sinks, out, q_stride, slot_stride, table_stride, window, scale, leaves_fresh,
-    SHAPE: tl.constexpr  # noqa: N803
+    SHAPE: tl.constexpr
 ):  # fmt: skip
     """One program: some queries of one KV head of one row, over all keys that these see. Those with the most come first."""
     kv_head, row = tl.program_id(0) % SHAPE.num_kv_heads, tl.program_id(1)
@@ -109,9 +109,9 @@ def _extend(  # type: ignore[no-untyped-def]
     finish(state[5], state[3], state[4], start + token, head, is_query, sinks, out, SHAPE)
 
 
-@triton.jit  # type: ignore[untyped-decorator]
+@triton.jit
 def _fold_some(  # type: ignore[no-untyped-def]
-    queries, k, v, pages, start, low, high, last, begin, end, position, slot_stride, window, scale, state, SHAPE: tl.constexpr  # noqa: N803
+    queries, k, v, pages, start, low, high, last, begin, end, position, slot_stride, window, scale, state, SHAPE: tl.constexpr
 ):  # fmt: skip
     """Adds blocks that some queries see, or of which some keys; ``last`` is the end of all blocks."""
     top, total, mixed, all_top, all_total, all_mixed = state
@@ -131,13 +131,13 @@ def _fold_some(  # type: ignore[no-untyped-def]
     return top, total, mixed, all_top, all_total, all_mixed
 
 
-@triton.jit  # type: ignore[untyped-decorator]
+@triton.jit
 def _fold_all(  # type: ignore[no-untyped-def]
-    queries, k, v, k_blocks, v_blocks, kv_head, pages, start, low, high, last, slot_stride, scale, state, SHAPE: tl.constexpr  # noqa: N803
+    queries, k, v, k_blocks, v_blocks, kv_head, pages, start, low, high, last, slot_stride, scale, state, SHAPE: tl.constexpr
 ):  # fmt: skip
     """Adds blocks that all queries see, without a mask; those of the step's own keys by the copy engine."""
-    KEYS: tl.constexpr = SHAPE.num_keys  # noqa: N806
-    DIM: tl.constexpr = SHAPE.block_dim  # noqa: N806
+    KEYS: tl.constexpr = SHAPE.num_keys
+    DIM: tl.constexpr = SHAPE.block_dim
     top, total, mixed, all_top, all_total, all_mixed = state
     key = tl.arange(0, KEYS)
     page = tl.full([KEYS], 0, tl.int32)

@@ -85,11 +85,11 @@ def multiply(x: Tensor, weight: Tensor, bias: Tensor | None, tile: Tile, *, is_e
     return Parts(parts, bias, x.dtype) if is_spread else parts[0]
 
 
-@triton.jit(do_not_specialize=["num_rows", "num_parts"])  # type: ignore[untyped-decorator]
+@triton.jit(do_not_specialize=["num_rows", "num_parts"])
 def _product_kernel(  # type: ignore[no-untyped-def]
     x, weight, bias, out, num_rows, num_columns, depth, num_parts,
-    ROWS: tl.constexpr, COLUMNS: tl.constexpr, DEPTH: tl.constexpr, UNIT: tl.constexpr,  # noqa: N803
-    GROUP: tl.constexpr, IS_JOINED: tl.constexpr, IS_EARLY: tl.constexpr  # noqa: N803
+    ROWS: tl.constexpr, COLUMNS: tl.constexpr, DEPTH: tl.constexpr, UNIT: tl.constexpr,
+    GROUP: tl.constexpr, IS_JOINED: tl.constexpr, IS_EARLY: tl.constexpr
 ):  # fmt: skip
     """Each program multiplies some rows of the weight, or one part of their depth, with some rows of ``x``.
 
@@ -122,16 +122,16 @@ def _product_kernel(  # type: ignore[no-untyped-def]
     tl.store(target, total.to(out.dtype.element_ty), mask=is_row[:, None] & is_column[None, :])
 
 
-@triton.jit  # type: ignore[untyped-decorator]
+@triton.jit
 def _sum(  # type: ignore[no-untyped-def]
     x, weight, first_row, first_column, begin, end,
-    ROWS: tl.constexpr, COLUMNS: tl.constexpr, DEPTH: tl.constexpr  # noqa: N803
+    ROWS: tl.constexpr, COLUMNS: tl.constexpr, DEPTH: tl.constexpr
 ):  # fmt: skip
     """Returns the sums of the depth from ``begin`` to ``end``, float32 ``[ROWS, COLUMNS]``.
 
     Few rows are the right operand: matrix instructions take 64 rows on the left.
     """
-    LEFT: tl.constexpr = COLUMNS if ROWS < 64 else ROWS  # noqa: N806
+    LEFT: tl.constexpr = COLUMNS if ROWS < 64 else ROWS
     total = tl.zeros([LEFT, ROWS + COLUMNS - LEFT], tl.float32)
     for first in range(begin, end, DEPTH):
         weights, values = weight.load([first_column, first]), x.load([first_row, first])

@@ -97,11 +97,11 @@ def multiply(
     )
 
 
-@triton.jit(do_not_specialize=["num_per_token", "num_experts", "num_chosen"])  # type: ignore[untyped-decorator]
+@triton.jit(do_not_specialize=["num_per_token", "num_experts", "num_chosen"])
 def _product_kernel(  # type: ignore[no-untyped-def]
     source, weight, shared, bias, order, ends, out, num_experts, num_chosen, num_columns, depth, num_per_token,
-    EXPERTS: tl.constexpr, ACTIVATION: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr,  # noqa: N803
-    DEPTH: tl.constexpr, IS_EVEN: tl.constexpr, HALVES: tl.constexpr  # noqa: N803
+    EXPERTS: tl.constexpr, ACTIVATION: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr,
+    DEPTH: tl.constexpr, IS_EVEN: tl.constexpr, HALVES: tl.constexpr
 ):  # fmt: skip
     """Each program multiplies a block of an expert's rows with a block of its weights.
 
@@ -126,18 +126,18 @@ def _product_kernel(  # type: ignore[no-untyped-def]
         )  # fmt: skip
 
 
-@triton.jit  # type: ignore[untyped-decorator]
+@triton.jit
 def _multiply(  # type: ignore[no-untyped-def]
     source, weight, shared, bias, order, out, expert, start, end, column, num_experts, num_chosen, num_columns, depth,
     num_per_token,
-    ACTIVATION: tl.constexpr, ROWS: tl.constexpr, DEPTH: tl.constexpr, IS_EVEN: tl.constexpr  # noqa: N803
+    ACTIVATION: tl.constexpr, ROWS: tl.constexpr, DEPTH: tl.constexpr, IS_EVEN: tl.constexpr
 ):  # fmt: skip
     """Multiplies an expert's rows from ``start`` on with some of its columns.
 
     What lies behind the last row or column is read in place of nothing and stored nowhere, so that loads have no mask;
     of a row's elements, where blocks of them do not fill it, those behind its end are masked.
     """
-    IS_GATED: tl.constexpr = ACTIVATION is not None  # noqa: N806
+    IS_GATED: tl.constexpr = ACTIVATION is not None
     row = start + tl.arange(0, ROWS)
     is_row = row < end
     pair = tl.load(order + tl.minimum(row, end - 1))
@@ -172,8 +172,8 @@ def _multiply(  # type: ignore[no-untyped-def]
     tl.store(target, total.to(dtype), mask=is_row[:, None] & is_column[None, :])
 
 
-@triton.jit  # type: ignore[untyped-decorator]
-def find_block(ends, num_experts, block, EXPERTS: tl.constexpr, ROWS: tl.constexpr):  # type: ignore[no-untyped-def]  # noqa: N803
+@triton.jit
+def find_block(ends, num_experts, block, EXPERTS: tl.constexpr, ROWS: tl.constexpr):  # type: ignore[no-untyped-def]
     """Returns the expert of a block of rows, its first row, the end of the expert's rows, and the number of all blocks."""
     expert_of = tl.arange(0, EXPERTS)
     is_expert = expert_of < num_experts
@@ -189,8 +189,8 @@ def find_block(ends, num_experts, block, EXPERTS: tl.constexpr, ROWS: tl.constex
     return expert, start, tl.sum(tl.where(is_mine, end_of, 0), 0), tl.max(last_of, 0)
 
 
-@triton.jit  # type: ignore[untyped-decorator]
-def _part(values, is_element, IS_EVEN: tl.constexpr):  # type: ignore[no-untyped-def]  # noqa: N803
+@triton.jit
+def _part(values, is_element, IS_EVEN: tl.constexpr):  # type: ignore[no-untyped-def]
     return tl.load(values) if IS_EVEN else tl.load(values, mask=is_element, other=0.0)
 
 

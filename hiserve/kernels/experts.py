@@ -47,11 +47,11 @@ def route(logits: Tensor, num_per_token: int, is_normalized: bool) -> tuple[Tens
     return shares, chosen
 
 
-@triton.jit  # type: ignore[untyped-decorator]
+@triton.jit
 def _route_kernel(  # type: ignore[no-untyped-def]
     logits, shares, chosen,
-    NUM_EXPERTS: tl.constexpr, BLOCK: tl.constexpr, NUM_CHOSEN: tl.constexpr, BLOCK_CHOSEN: tl.constexpr,  # noqa: N803
-    IS_NORMALIZED: tl.constexpr, IS_EARLY: tl.constexpr  # noqa: N803
+    NUM_EXPERTS: tl.constexpr, BLOCK: tl.constexpr, NUM_CHOSEN: tl.constexpr, BLOCK_CHOSEN: tl.constexpr,
+    IS_NORMALIZED: tl.constexpr, IS_EARLY: tl.constexpr
 ):  # fmt: skip
     """Each program routes one token. For any logits, NaN included, experts are in range and differ."""
     token = tl.program_id(0).to(tl.int64)
@@ -195,8 +195,8 @@ def _group(chosen: Tensor, num_experts: int, num_pairs: int) -> tuple[Tensor, Te
     return order, ends
 
 
-@triton.jit(do_not_specialize=["num_chosen", "num_pairs", "num_experts"])  # type: ignore[untyped-decorator]
-def _group_kernel(chosen, order, ends, num_chosen, num_pairs, num_experts, BLOCK: tl.constexpr, IS_EARLY: tl.constexpr):  # type: ignore[no-untyped-def]  # noqa: N803
+@triton.jit(do_not_specialize=["num_chosen", "num_pairs", "num_experts"])
+def _group_kernel(chosen, order, ends, num_chosen, num_pairs, num_experts, BLOCK: tl.constexpr, IS_EARLY: tl.constexpr):  # type: ignore[no-untyped-def]
     """Each program finds the pairs of one expert."""
     expert = tl.program_id(0)
     start_next(IS_EARLY)
@@ -216,11 +216,11 @@ def _group_kernel(chosen, order, ends, num_chosen, num_pairs, num_experts, BLOCK
     tl.store(ends + expert, end)
 
 
-@triton.jit(do_not_specialize=["first_shared"])  # type: ignore[untyped-decorator]
+@triton.jit(do_not_specialize=["first_shared"])
 def _sum_kernel(  # type: ignore[no-untyped-def]
     made, shares, out, first_shared,
-    SIZE: tl.constexpr, NUM_CHOSEN: tl.constexpr, HAS_SHARED: tl.constexpr, BLOCK: tl.constexpr,  # noqa: N803
-    IS_EARLY: tl.constexpr  # noqa: N803
+    SIZE: tl.constexpr, NUM_CHOSEN: tl.constexpr, HAS_SHARED: tl.constexpr, BLOCK: tl.constexpr,
+    IS_EARLY: tl.constexpr
 ):  # fmt: skip
     """Each program sums a block of one token, its likeliest expert first, and last the one that computes all."""
     blocks: tl.constexpr = (SIZE + BLOCK - 1) // BLOCK

@@ -66,8 +66,8 @@ def has_instructions(device: torch.device, dtype: torch.dtype) -> bool:
     return device.type == "cuda" and dtype == torch.bfloat16
 
 
-@triton.jit  # type: ignore[untyped-decorator]
-def widen_e4m3(pairs, DTYPE: tl.constexpr, HAS_INSTRUCTIONS: tl.constexpr):  # type: ignore[no-untyped-def]  # noqa: N803
+@triton.jit
+def widen_e4m3(pairs, DTYPE: tl.constexpr, HAS_INSTRUCTIONS: tl.constexpr):  # type: ignore[no-untyped-def]
     """Returns the numbers that the lower and the upper bytes of int16 are in E4M3, none of them NaN, in a 16-bit type."""
     if HAS_INSTRUCTIONS:
         if DTYPE == tl.bfloat16:  # noqa: SIM300 - Triton compares the constant
@@ -94,10 +94,10 @@ def column_at(place):  # type: ignore[no-untyped-def]
     return place // 128 * 128 + place % 2 * 64 + place // 2 % 64
 
 
-@triton.jit  # type: ignore[untyped-decorator]
+@triton.jit
 def widen_quarters(  # type: ignore[no-untyped-def]
     packed,
-    DTYPE: tl.constexpr, MAGIC: tl.constexpr, IS_CENTERED: tl.constexpr, HAS_INSTRUCTIONS: tl.constexpr  # noqa: N803
+    DTYPE: tl.constexpr, MAGIC: tl.constexpr, IS_CENTERED: tl.constexpr, HAS_INSTRUCTIONS: tl.constexpr
 ):  # fmt: skip
     """Returns the four codes of int16, from the lowest bits on: less 8, or plus the number whose bits are ``MAGIC``."""
     if HAS_INSTRUCTIONS:
@@ -119,7 +119,7 @@ def widen_quarters(  # type: ignore[no-untyped-def]
     )
 
 
-@triton.jit  # type: ignore[untyped-decorator]
-def widen_code(code, DTYPE: tl.constexpr, MAGIC: tl.constexpr):  # type: ignore[no-untyped-def]  # noqa: N803
+@triton.jit
+def widen_code(code, DTYPE: tl.constexpr, MAGIC: tl.constexpr):  # type: ignore[no-untyped-def]
     """Returns numbers of 0 to 16 plus the number whose bits are ``MAGIC``."""
     return (code.to(tl.uint16) + MAGIC).to(tl.uint16).to(DTYPE, bitcast=True)

@@ -64,11 +64,11 @@ def _sizes(block: _Block, depth: int) -> dict[str, int]:
     return {"COLUMNS": block.columns, "DEPTH": depth, "num_warps": max(1, depth // _ELEMENTS_PER_WARP)}
 
 
-@triton.jit  # type: ignore[untyped-decorator]
+@triton.jit
 def _gate_kernel(  # type: ignore[no-untyped-def]
     x, chosen, gate_up, shared, bias, out, num_columns, depth,
-    NUM_CHOSEN: tl.constexpr, ACTIVATION: tl.constexpr, COLUMNS: tl.constexpr, DEPTH: tl.constexpr,  # noqa: N803
-    IS_EARLY: tl.constexpr  # noqa: N803
+    NUM_CHOSEN: tl.constexpr, ACTIVATION: tl.constexpr, COLUMNS: tl.constexpr, DEPTH: tl.constexpr,
+    IS_EARLY: tl.constexpr
 ):  # fmt: skip
     """Each program computes some activated columns of one pair; the pair after a token's own is that of ``shared``."""
     start_next(IS_EARLY)
@@ -93,10 +93,10 @@ def _gate_kernel(  # type: ignore[no-untyped-def]
     tl.store(target, made.to(dtype), mask=is_column)
 
 
-@triton.jit  # type: ignore[untyped-decorator]
+@triton.jit
 def _down_kernel(  # type: ignore[no-untyped-def]
     activated, shares, chosen, down, shared, bias, out, num_columns, depth,
-    NUM_CHOSEN: tl.constexpr, COLUMNS: tl.constexpr, DEPTH: tl.constexpr, IS_EARLY: tl.constexpr  # noqa: N803
+    NUM_CHOSEN: tl.constexpr, COLUMNS: tl.constexpr, DEPTH: tl.constexpr, IS_EARLY: tl.constexpr
 ):  # fmt: skip
     """Each program sums some columns of one token over its experts, the likeliest first and ``shared`` last."""
     start_next(IS_EARLY)
@@ -121,8 +121,8 @@ def _down_kernel(  # type: ignore[no-untyped-def]
     tl.store(out + token * num_columns + column, total.to(dtype), mask=is_column)
 
 
-@triton.jit  # type: ignore[untyped-decorator]
-def _products(source, matrix, column, is_column, depth, COLUMNS: tl.constexpr, DEPTH: tl.constexpr):  # type: ignore[no-untyped-def]  # noqa: N803
+@triton.jit
+def _products(source, matrix, column, is_column, depth, COLUMNS: tl.constexpr, DEPTH: tl.constexpr):  # type: ignore[no-untyped-def]
     """Returns the products of a row and some rows of a matrix, float32 ``[COLUMNS]``."""
     element = tl.arange(0, DEPTH)
     rows = matrix + column.to(tl.int64)[:, None] * depth + element[None, :]

@@ -73,11 +73,11 @@ def _norm(x: Tensor, delta: Summand | None, weight: Tensor, eps: float) -> Tenso
     return out
 
 
-@triton.jit(do_not_specialize=["eps"])  # type: ignore[untyped-decorator]
+@triton.jit(do_not_specialize=["eps"])
 def _norm_kernel(  # type: ignore[no-untyped-def]
     x, delta, bias, weight, out, eps, part_stride,
-    NUM_PARTS: tl.constexpr, SIZE: tl.constexpr, STRIDE: tl.constexpr, BLOCK: tl.constexpr,  # noqa: N803
-    IS_WIDE: tl.constexpr, IS_EARLY: tl.constexpr  # noqa: N803
+    NUM_PARTS: tl.constexpr, SIZE: tl.constexpr, STRIDE: tl.constexpr, BLOCK: tl.constexpr,
+    IS_WIDE: tl.constexpr, IS_EARLY: tl.constexpr
 ):  # fmt: skip
     """Each program norms one row; with a delta, it first writes the sum back."""
     wide: tl.constexpr = tl.float64 if IS_WIDE else tl.float32
@@ -112,10 +112,10 @@ def rotations(
     return cos, sin
 
 
-@triton.jit(do_not_specialize=["attention_factor"])  # type: ignore[untyped-decorator]
+@triton.jit(do_not_specialize=["attention_factor"])
 def _rotations_kernel(  # type: ignore[no-untyped-def]
     positions, frequencies, cos, sin, attention_factor,
-    HALF: tl.constexpr, BLOCK: tl.constexpr, IS_EARLY: tl.constexpr  # noqa: N803
+    HALF: tl.constexpr, BLOCK: tl.constexpr, IS_EARLY: tl.constexpr
 ):  # fmt: skip
     """Each program computes the angles of one token."""
     token = tl.program_id(0).to(tl.int64)
@@ -153,15 +153,15 @@ def rotate_and_store(
     return q, qkv[:, num_heads:-num_kv_heads], qkv[:, -num_kv_heads:]
 
 
-@triton.jit(do_not_specialize=["eps"])  # type: ignore[untyped-decorator]
+@triton.jit(do_not_specialize=["eps"])
 def _rotate_and_store_kernel(  # type: ignore[no-untyped-def]
     qkv, qk_weight, cos, sin, slots, q, pool_k, pool_v, scales, eps, slot_stride,
-    NUM_HEADS: tl.constexpr,  # noqa: N803
-    NUM_KV_HEADS: tl.constexpr,  # noqa: N803
-    HALF: tl.constexpr,  # noqa: N803
-    BLOCK_HEADS: tl.constexpr,  # noqa: N803
-    BLOCK_PAIRS: tl.constexpr,  # noqa: N803
-    IS_EARLY: tl.constexpr,  # noqa: N803
+    NUM_HEADS: tl.constexpr,
+    NUM_KV_HEADS: tl.constexpr,
+    HALF: tl.constexpr,
+    BLOCK_HEADS: tl.constexpr,
+    BLOCK_PAIRS: tl.constexpr,
+    IS_EARLY: tl.constexpr,
 ):  # fmt: skip
     """Each program handles some heads of one token, of one kind: queries, then keys, then values."""
     query_blocks: tl.constexpr = (NUM_HEADS + BLOCK_HEADS - 1) // BLOCK_HEADS
@@ -237,11 +237,11 @@ def act_inputs(gate_up: Tensor, activation: Activation, reader: QuantizedWeight 
     return act_terms(gate_up, activation) if reads_terms(reader, gate_up) else act_mul(gate_up, activation)
 
 
-@triton.jit  # type: ignore[untyped-decorator]
+@triton.jit
 def _act_mul_kernel(  # type: ignore[no-untyped-def]
     gate_up, out,
-    SIZE: tl.constexpr, BLOCK: tl.constexpr, ACTIVATION: tl.constexpr, IS_WIDE: tl.constexpr,  # noqa: N803
-    IS_EARLY: tl.constexpr  # noqa: N803
+    SIZE: tl.constexpr, BLOCK: tl.constexpr, ACTIVATION: tl.constexpr, IS_WIDE: tl.constexpr,
+    IS_EARLY: tl.constexpr
 ):  # fmt: skip
     wide: tl.constexpr = tl.float64 if IS_WIDE else tl.float32
     dtype: tl.constexpr = out.dtype.element_ty

@@ -29,11 +29,11 @@ def gated_rms_norm(x: Tensor, gate: Tensor, weight: Tensor, eps: float) -> Tenso
     return out
 
 
-@triton.jit(do_not_specialize=["eps"])  # type: ignore[untyped-decorator]
+@triton.jit(do_not_specialize=["eps"])
 def _gated_norm_kernel(  # type: ignore[no-untyped-def]
     x, gate, weight, out, eps, token_stride, head_stride,
-    NUM_HEADS: tl.constexpr, SIZE: tl.constexpr, BLOCK_HEADS: tl.constexpr, BLOCK: tl.constexpr,  # noqa: N803
-    IS_WIDE: tl.constexpr, IS_EARLY: tl.constexpr  # noqa: N803
+    NUM_HEADS: tl.constexpr, SIZE: tl.constexpr, BLOCK_HEADS: tl.constexpr, BLOCK: tl.constexpr,
+    IS_WIDE: tl.constexpr, IS_EARLY: tl.constexpr
 ):  # fmt: skip
     """Each program norms some heads of one token."""
     wide: tl.constexpr = tl.float64 if IS_WIDE else tl.float32

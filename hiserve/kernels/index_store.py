@@ -50,11 +50,11 @@ def rotate_first(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
     return x
 
 
-@triton.jit(do_not_specialize=["eps"])  # type: ignore[untyped-decorator]
+@triton.jit(do_not_specialize=["eps"])
 def _store_index_keys(  # type: ignore[no-untyped-def]
     key, weight, bias, cos, sin, pool, slots, eps, key_stride, slot_stride,
-    WIDTH: tl.constexpr, TILE: tl.constexpr, PAGE_ROWS: tl.constexpr, HALF: tl.constexpr,  # noqa: N803
-    BLOCK_PLAIN: tl.constexpr, BLOCK_PAIRS: tl.constexpr, IS_EARLY: tl.constexpr  # noqa: N803
+    WIDTH: tl.constexpr, TILE: tl.constexpr, PAGE_ROWS: tl.constexpr, HALF: tl.constexpr,
+    BLOCK_PLAIN: tl.constexpr, BLOCK_PAIRS: tl.constexpr, IS_EARLY: tl.constexpr
 ):  # fmt: skip
     """Each program handles one token: the two halves that are rotated, and what lies behind them."""
     wide: tl.constexpr = cos.dtype.element_ty
@@ -92,11 +92,11 @@ def _store_index_keys(  # type: ignore[no-untyped-def]
         tl.store(target + rest, plain.to(dtype), mask=is_rest)
 
 
-@triton.jit  # type: ignore[untyped-decorator]
+@triton.jit
 def _rotate_first(  # type: ignore[no-untyped-def]
     x, cos, sin,
-    NUM_HEADS: tl.constexpr, WIDTH: tl.constexpr, HALF: tl.constexpr, BLOCK_HEADS: tl.constexpr,  # noqa: N803
-    BLOCK_PAIRS: tl.constexpr, IS_EARLY: tl.constexpr  # noqa: N803
+    NUM_HEADS: tl.constexpr, WIDTH: tl.constexpr, HALF: tl.constexpr, BLOCK_HEADS: tl.constexpr,
+    BLOCK_PAIRS: tl.constexpr, IS_EARLY: tl.constexpr
 ):  # fmt: skip
     """Each program rotates some heads of one token."""
     token = tl.program_id(0).to(tl.int64)

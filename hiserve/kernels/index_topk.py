@@ -102,13 +102,13 @@ def _choose_best(scores: Tensor, places: tuple[Tensor, Tensor, Tensor], slots: T
         scores, rows = best, best_rows
 
 
-@triton.jit(  # type: ignore[untyped-decorator]
+@triton.jit(
     do_not_specialize=["table_stride", "num_rows", "scale", "most"],
     do_not_specialize_on_alignment=["q", "weights", "positions", "token_rows"],
 )
 def _score(  # type: ignore[no-untyped-def]
     q, weights, positions, token_rows, table, pool, scores, table_stride, slot_stride, num_rows, scale, most,
-    SHAPE: tl.constexpr, IS_EARLY: tl.constexpr  # noqa: N803
+    SHAPE: tl.constexpr, IS_EARLY: tl.constexpr
 ):  # fmt: skip
     """Each program computes the scores of a token's rows in one part of them: whole tiles, of what the token sees.
 
@@ -151,13 +151,13 @@ def _order(scores, place, is_row):  # type: ignore[no-untyped-def]
     return (bits ^ ((bits >> 31) | _SIGN)).to(tl.uint32, bitcast=True)
 
 
-@triton.jit(  # type: ignore[untyped-decorator]
+@triton.jit(
     do_not_specialize=["table_stride", "num_rows", "most"],
     do_not_specialize_on_alignment=["positions", "token_rows", "slots"],
 )
 def _choose(  # type: ignore[no-untyped-def]
     scores, rows, positions, token_rows, table, best, best_rows, slots, table_stride, num_rows, most,
-    SHAPE: tl.constexpr, CHUNK: tl.constexpr, IS_EARLY: tl.constexpr  # noqa: N803
+    SHAPE: tl.constexpr, CHUNK: tl.constexpr, IS_EARLY: tl.constexpr
 ):  # fmt: skip
     """Each program chooses among some rows of one token: all that it sees in order, or those of ``rows``, of which -1 is none.
 

@@ -151,15 +151,15 @@ def decode(
         )  # fmt: skip
 
 
-@triton.jit  # type: ignore[untyped-decorator]
-def _part_keys(kv_len, num_parts, SHAPE: tl.constexpr):  # type: ignore[no-untyped-def]  # noqa: N803
+@triton.jit
+def _part_keys(kv_len, num_parts, SHAPE: tl.constexpr):  # type: ignore[no-untyped-def]
     """Returns the keys of each part of a row but its last: whole tiles, of no more parts than pay."""
     parts = tl.minimum(num_parts, tl.maximum(kv_len // SHAPE.min_part_keys, 1))
     return tl.cdiv(tl.cdiv(kv_len, parts), SHAPE.num_keys) * SHAPE.num_keys
 
 
-@triton.jit  # type: ignore[untyped-decorator]
-def _attend_plain(mine, is_query, last, pool, slot_stride, table, keys, scale, SHAPE: tl.constexpr):  # type: ignore[no-untyped-def]  # noqa: N803
+@triton.jit
+def _attend_plain(mine, is_query, last, pool, slot_stride, table, keys, scale, SHAPE: tl.constexpr):  # type: ignore[no-untyped-def]
     """Returns of queries the largest score, the sum of exponentials, and that of values, over keys from one on up to another."""
     plain = tl.load(mine + tl.arange(0, SHAPE.rank)[None, :], mask=is_query[:, None], other=0.0)
     turned = SHAPE.rank + tl.arange(0, SHAPE.rope_dim)
@@ -181,10 +181,10 @@ def _attend_plain(mine, is_query, last, pool, slot_stride, table, keys, scale, S
     return best, total, summed
 
 
-@triton.jit(do_not_specialize=_VARYING)  # type: ignore[untyped-decorator]
+@triton.jit(do_not_specialize=_VARYING)
 def _attend(  # type: ignore[no-untyped-def]
     q, pool, qo_indptr, kv_lens, page_table, out, lse, num_tokens, slot_stride, table_stride, scale,
-    SHAPE: tl.constexpr, IS_EARLY: tl.constexpr  # noqa: N803
+    SHAPE: tl.constexpr, IS_EARLY: tl.constexpr
 ):  # fmt: skip
     """Each program computes some queries of a row over one part of its keys. A part without keys writes nothing, but the first."""
     start_next(IS_EARLY)
@@ -218,18 +218,18 @@ def _attend(  # type: ignore[no-untyped-def]
             tl.store(lse + target, tl.where(total > 0.0, logs, -float("inf")), mask=is_query)
 
 
-@triton.jit  # type: ignore[untyped-decorator]
-def _store_values(out, target, total, summed, first, is_query, SHAPE: tl.constexpr):  # type: ignore[no-untyped-def]  # noqa: N803
+@triton.jit
+def _store_values(out, target, total, summed, first, is_query, SHAPE: tl.constexpr):  # type: ignore[no-untyped-def]
     """Stores columns of values from ``first`` on; zeros where a query saw no key."""
     summed = summed / tl.where(total > 0.0, total, 1.0)[:, None]
     values = out + target[:, None] * SHAPE.rank + first + tl.arange(0, summed.shape[1])[None, :]
     tl.store(values, summed.to(out.dtype.element_ty), mask=is_query[:, None])
 
 
-@triton.jit(do_not_specialize=["qo_indptr", "kv_lens", "num_tokens", "num_parts"])  # type: ignore[untyped-decorator]
+@triton.jit(do_not_specialize=["qo_indptr", "kv_lens", "num_tokens", "num_parts"])
 def _join(  # type: ignore[no-untyped-def]
     part_out, part_lse, qo_indptr, kv_lens, out, num_tokens, num_parts,
-    SHAPE: tl.constexpr, PARTS: tl.constexpr, IS_EARLY: tl.constexpr  # noqa: N803
+    SHAPE: tl.constexpr, PARTS: tl.constexpr, IS_EARLY: tl.constexpr
 ):  # fmt: skip
     """Each program joins the parts of one query, ``PARTS`` at a time; parts that saw no key have the logarithm -inf."""
     start_next(IS_EARLY)

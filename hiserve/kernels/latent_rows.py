@@ -47,8 +47,8 @@ def page_rows_of(packed: PackedPages | None, pool: Tensor, rank: int, rope_dim: 
     return packed.page_rows
 
 
-@triton.jit  # type: ignore[untyped-decorator]
-def _places_of(pool, slot, RANK: tl.constexpr, ROPE_DIM: tl.constexpr, PAGE_ROWS: tl.constexpr):  # type: ignore[no-untyped-def]  # noqa: N803
+@triton.jit
+def _places_of(pool, slot, RANK: tl.constexpr, ROPE_DIM: tl.constexpr, PAGE_ROWS: tl.constexpr):  # type: ignore[no-untyped-def]
     """Returns where the numbers of rows begin, and where their scales do."""
     value_bytes: tl.constexpr = RANK + 2 * ROPE_DIM
     place = slot.to(tl.uint32)  # a pool has no more than 2**31 of them
@@ -58,11 +58,11 @@ def _places_of(pool, slot, RANK: tl.constexpr, ROPE_DIM: tl.constexpr, PAGE_ROWS
     return first + row * value_bytes, scales
 
 
-@triton.jit  # type: ignore[untyped-decorator]
+@triton.jit
 def load_latents(  # type: ignore[no-untyped-def]
     pool, slot, is_there,
-    DTYPE: tl.constexpr, RANK: tl.constexpr, ROPE_DIM: tl.constexpr, PAGE_ROWS: tl.constexpr,  # noqa: N803
-    HAS_INSTRUCTIONS: tl.constexpr  # noqa: N803
+    DTYPE: tl.constexpr, RANK: tl.constexpr, ROPE_DIM: tl.constexpr, PAGE_ROWS: tl.constexpr,
+    HAS_INSTRUCTIONS: tl.constexpr
 ):  # fmt: skip
     """Returns the halves of the latents of slots ``[K]``, ``[K, RANK / 2]``, and rotated keys, ``[K, ROPE_DIM]``; zeros where there is none."""
     place, scale = _places_of(pool, slot, RANK, ROPE_DIM, PAGE_ROWS)
@@ -78,8 +78,8 @@ def load_latents(  # type: ignore[no-untyped-def]
     return one, two, tl.load(turns, mask=mask, other=0.0).to(DTYPE)
 
 
-@triton.jit  # type: ignore[untyped-decorator]
-def _widen(pairs, low, high, DTYPE: tl.constexpr, HAS_INSTRUCTIONS: tl.constexpr):  # type: ignore[no-untyped-def]  # noqa: N803
+@triton.jit
+def _widen(pairs, low, high, DTYPE: tl.constexpr, HAS_INSTRUCTIONS: tl.constexpr):  # type: ignore[no-untyped-def]
     """Returns the numbers of the lower and of the upper bytes of int16 ``[K, 2, N]``, times scales ``[K, 2]``, each rounded once."""
     if HAS_INSTRUCTIONS:
         low = tl.broadcast_to(low.to(tl.bfloat16)[:, :, None], pairs.shape)
@@ -93,8 +93,8 @@ def _widen(pairs, low, high, DTYPE: tl.constexpr, HAS_INSTRUCTIONS: tl.constexpr
     return one, other
 
 
-@triton.jit  # type: ignore[untyped-decorator]
-def store_latent(latent, pool, slot, slot_stride, RANK: tl.constexpr, ROPE_DIM: tl.constexpr, PAGE_ROWS: tl.constexpr):  # type: ignore[no-untyped-def]  # noqa: N803
+@triton.jit
+def store_latent(latent, pool, slot, slot_stride, RANK: tl.constexpr, ROPE_DIM: tl.constexpr, PAGE_ROWS: tl.constexpr):  # type: ignore[no-untyped-def]
     """Stores a latent in a slot: as it is, or packed.
 
     Returns:
@@ -123,8 +123,8 @@ def store_latent(latent, pool, slot, slot_stride, RANK: tl.constexpr, ROPE_DIM: 
     return latent, stored
 
 
-@triton.jit  # type: ignore[untyped-decorator]
-def store_turned(turned, stored, mask, PAGE_ROWS: tl.constexpr):  # type: ignore[no-untyped-def]  # noqa: N803
+@triton.jit
+def store_turned(turned, stored, mask, PAGE_ROWS: tl.constexpr):  # type: ignore[no-untyped-def]
     """Stores elements of a rotated key, of packed rows in bfloat16. Returns them as they are read, of their type."""
     if PAGE_ROWS:
         turned = rounded(turned).to(tl.float32, bitcast=True).to(turned.dtype)

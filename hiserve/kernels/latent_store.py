@@ -45,12 +45,12 @@ def store_latents(
     return q, rows
 
 
-@triton.jit(do_not_specialize=["eps"])  # type: ignore[untyped-decorator]
+@triton.jit(do_not_specialize=["eps"])
 def _store_latents(  # type: ignore[no-untyped-def]
     q, row, weight, cos, sin, slots, rows, pool, eps, token_stride, head_stride, row_stride, slot_stride,
-    NUM_HEADS: tl.constexpr, PLAIN: tl.constexpr, RANK: tl.constexpr, HALF: tl.constexpr,  # noqa: N803
-    PAGE_ROWS: tl.constexpr, BLOCK_HEADS: tl.constexpr, BLOCK_RANK: tl.constexpr,  # noqa: N803
-    BLOCK_PAIRS: tl.constexpr, IS_EARLY: tl.constexpr  # noqa: N803
+    NUM_HEADS: tl.constexpr, PLAIN: tl.constexpr, RANK: tl.constexpr, HALF: tl.constexpr,
+    PAGE_ROWS: tl.constexpr, BLOCK_HEADS: tl.constexpr, BLOCK_RANK: tl.constexpr,
+    BLOCK_PAIRS: tl.constexpr, IS_EARLY: tl.constexpr
 ):  # fmt: skip
     """Each program handles one token: its row, or some of its query heads."""
     wide: tl.constexpr = cos.dtype.element_ty

@@ -166,8 +166,8 @@ def _place(positions, token_rows, token):  # type: ignore[no-untyped-def]
     return position, row
 
 
-@triton.jit  # type: ignore[untyped-decorator]
-def _bounds(position, count, SOURCE: tl.constexpr):  # type: ignore[no-untyped-def]  # noqa: N803
+@triton.jit
+def _bounds(position, count, SOURCE: tl.constexpr):  # type: ignore[no-untyped-def]
     """Returns the first row that a token sees, and the end of those that it sees."""
     first = tl.full((), 0, tl.int32)
     end = tl.full((), 0, tl.int32)
@@ -181,8 +181,8 @@ def _bounds(position, count, SOURCE: tl.constexpr):  # type: ignore[no-untyped-d
     return first, end
 
 
-@triton.jit  # type: ignore[untyped-decorator]
-def _attend_rows(queries, source, low, high, scale, state, SHAPE: tl.constexpr, SOURCE: tl.constexpr):  # type: ignore[no-untyped-def]  # noqa: N803
+@triton.jit
+def _attend_rows(queries, source, low, high, scale, state, SHAPE: tl.constexpr, SOURCE: tl.constexpr):  # type: ignore[no-untyped-def]
     """Adds the rows ``low`` to ``high`` of a source to a softmax; their slots are a token's, or in a row's table."""
     pool, slot_stride, index = source
     best, total, summed = state
@@ -201,10 +201,10 @@ def _attend_rows(queries, source, low, high, scale, state, SHAPE: tl.constexpr, 
     return best, total, summed
 
 
-@triton.jit  # type: ignore[untyped-decorator]
+@triton.jit
 def _attend_plain(  # type: ignore[no-untyped-def]
     queries, one, two, ends, tiles, scale, state,
-    SHAPE: tl.constexpr, FIRST: tl.constexpr, SECOND: tl.constexpr  # noqa: N803
+    SHAPE: tl.constexpr, FIRST: tl.constexpr, SECOND: tl.constexpr
 ):  # fmt: skip
     """Adds tiles of the first source to a softmax, then those of the second; each is its pool, the distance of rows, and its index."""
     first, first_end, second, second_end = ends
@@ -218,11 +218,11 @@ def _attend_plain(  # type: ignore[no-untyped-def]
     return state
 
 
-@triton.jit(do_not_specialize=_VARYING)  # type: ignore[untyped-decorator]
+@triton.jit(do_not_specialize=_VARYING)
 def _attend(  # type: ignore[no-untyped-def]
     q, positions, token_rows, first_pool, first_slot_stride, first_index, first_stride, first_count, second_pool,
     second_slot_stride, second_index, second_stride, second_count, out, lse, sink, cos, sin, num_tokens, scale,
-    SHAPE: tl.constexpr, FIRST: tl.constexpr, SECOND: tl.constexpr, IS_EARLY: tl.constexpr  # noqa: N803
+    SHAPE: tl.constexpr, FIRST: tl.constexpr, SECOND: tl.constexpr, IS_EARLY: tl.constexpr
 ):  # fmt: skip
     """Each program computes some heads of a token over one part of its rows. A part without rows, but the first, has no values."""
     start_next(IS_EARLY)
@@ -257,8 +257,8 @@ def _attend(  # type: ignore[no-untyped-def]
         _store(out, lse, sink, cos, sin, token, part, head, num_tokens, state, SHAPE)
 
 
-@triton.jit  # type: ignore[untyped-decorator]
-def _store(out, lse, sink, cos, sin, token, part, head, num_tokens, state, SHAPE: tl.constexpr):  # type: ignore[no-untyped-def]  # noqa: N803
+@triton.jit
+def _store(out, lse, sink, cos, sin, token, part, head, num_tokens, state, SHAPE: tl.constexpr):  # type: ignore[no-untyped-def]
     """Stores values, divided by their sum and that of a sink and turned back, and logarithms without the sink."""
     best, total, summed = state
     is_head, target = head < SHAPE.num_heads, (part.to(tl.int64) * num_tokens + token) * SHAPE.num_heads + head
@@ -277,10 +277,10 @@ def _store(out, lse, sink, cos, sin, token, part, head, num_tokens, state, SHAPE
     tl.store(lse + target, logs * _LN_2, mask=is_head)
 
 
-@triton.jit(do_not_specialize=["num_tokens", "num_parts"])  # type: ignore[untyped-decorator]
+@triton.jit(do_not_specialize=["num_tokens", "num_parts"])
 def _join(  # type: ignore[no-untyped-def]
     part_out, part_lse, sink, cos, sin, out, lse, num_tokens, num_parts,
-    SHAPE: tl.constexpr, PARTS: tl.constexpr, IS_EARLY: tl.constexpr  # noqa: N803
+    SHAPE: tl.constexpr, PARTS: tl.constexpr, IS_EARLY: tl.constexpr
 ):  # fmt: skip
     """Each program joins the parts of one head of a token, ``PARTS`` at a time, and the sink, and turns the sum back."""
     start_next(IS_EARLY)

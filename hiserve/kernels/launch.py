@@ -56,15 +56,15 @@ def num_processors(device: torch.device) -> int:
     return torch.cuda.get_device_properties(device).multi_processor_count
 
 
-@triton.jit  # type: ignore[untyped-decorator]
-def start_next(IS_EARLY: tl.constexpr):  # type: ignore[no-untyped-def] # noqa: N803
+@triton.jit
+def start_next(IS_EARLY: tl.constexpr):  # type: ignore[no-untyped-def]
     """Lets the next kernel begin, if it is launched early."""
     if IS_EARLY:
         gdc_launch_dependents()
 
 
-@triton.jit  # type: ignore[untyped-decorator]
-def await_previous(IS_EARLY: tl.constexpr):  # type: ignore[no-untyped-def] # noqa: N803
+@triton.jit
+def await_previous(IS_EARLY: tl.constexpr):  # type: ignore[no-untyped-def]
     """Waits until the previous kernel has ended."""
     if IS_EARLY:
         gdc_wait()

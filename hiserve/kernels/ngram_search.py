@@ -34,11 +34,11 @@ def draft_ngrams(
     )  # fmt: skip
 
 
-@triton.jit(do_not_specialize=["rows", "continuations", "num_draft", "num_following"])  # type: ignore[untyped-decorator]
+@triton.jit(do_not_specialize=["rows", "continuations", "num_draft", "num_following"])
 def _draft_ngrams(  # type: ignore[no-untyped-def]
     rows, known_len, tokens, continuations, row_len, num_draft, num_following,
-    MIN_NGRAM: tl.constexpr, MAX_NGRAM: tl.constexpr, BLOCK: tl.constexpr, DRAFT_BLOCK: tl.constexpr,  # noqa: N803
-    FOLLOW_BLOCK: tl.constexpr, IS_EARLY: tl.constexpr  # noqa: N803
+    MIN_NGRAM: tl.constexpr, MAX_NGRAM: tl.constexpr, BLOCK: tl.constexpr, DRAFT_BLOCK: tl.constexpr,
+    FOLLOW_BLOCK: tl.constexpr, IS_EARLY: tl.constexpr
 ):  # fmt: skip
     """Each program reads one row's known tokens once and copies what follows the best match, or its continuation's rest."""
     start_next(IS_EARLY)

@@ -8,8 +8,8 @@ import triton.language as tl
 from hiserve.kernels.latent_rows import load_latents
 
 
-@triton.jit  # type: ignore[untyped-decorator]
-def find_keys(first, high, table, SHAPE: tl.constexpr):  # type: ignore[no-untyped-def]  # noqa: N803
+@triton.jit
+def find_keys(first, high, table, SHAPE: tl.constexpr):  # type: ignore[no-untyped-def]
     """Returns the keys from ``first`` on, their slots, and which there are, below ``high``."""
     key = first + tl.arange(0, SHAPE.num_keys)
     is_key = key < high
@@ -32,8 +32,8 @@ def add_scores(scores, best, total):  # type: ignore[no-untyped-def]
     return better, total * kept + tl.sum(shares, 1), shares, kept
 
 
-@triton.jit  # type: ignore[untyped-decorator]
-def attend_packed(mine, is_query, last, pool, table, keys, scale, SHAPE: tl.constexpr):  # type: ignore[no-untyped-def]  # noqa: N803
+@triton.jit
+def attend_packed(mine, is_query, last, pool, table, keys, scale, SHAPE: tl.constexpr):  # type: ignore[no-untyped-def]
     """As ``latent_decode._attend_plain``; the sum of values comes in halves."""
     half: tl.constexpr = SHAPE.rank // 2
     low, high = keys

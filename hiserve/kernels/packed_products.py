@@ -62,23 +62,23 @@ def multiply_packed(
     )  # fmt: skip
 
 
-@triton.jit(do_not_specialize=["num_per_token", "num_experts", "num_chosen"])  # type: ignore[untyped-decorator]
+@triton.jit(do_not_specialize=["num_per_token", "num_experts", "num_chosen"])
 def _packed_kernel(  # type: ignore[no-untyped-def]
     source, codes, scales, shared_codes, shared_scales, bias, order, ends, out, chosen,
     num_experts, num_chosen, num_columns, depth, num_per_token,
-    EXPERTS: tl.constexpr,  # noqa: N803
-    ACTIVATION: tl.constexpr,  # noqa: N803
-    KIND: tl.constexpr, SHARED_KIND: tl.constexpr,  # noqa: N803
-    ROWS: tl.constexpr, COLUMNS: tl.constexpr,  # noqa: N803
-    IS_EVEN: tl.constexpr, IS_EARLY: tl.constexpr,  # noqa: N803
+    EXPERTS: tl.constexpr,
+    ACTIVATION: tl.constexpr,
+    KIND: tl.constexpr, SHARED_KIND: tl.constexpr,
+    ROWS: tl.constexpr, COLUMNS: tl.constexpr,
+    IS_EVEN: tl.constexpr, IS_EARLY: tl.constexpr,
 ):  # fmt: skip
     """Each program multiplies a block of an expert's rows with a block of its weights; as ``expert_products``' kernel.
 
     What lies behind the last column is read in place of nothing and stored nowhere. Of gate and up eight rows each are next to each
     other in the product: a thread has both of a column.
     """
-    IS_GATED: tl.constexpr = ACTIVATION is not None  # noqa: N806
-    NUM_PARTS: tl.constexpr = 2 if IS_GATED else 1  # noqa: N806
+    IS_GATED: tl.constexpr = ACTIVATION is not None
+    NUM_PARTS: tl.constexpr = 2 if IS_GATED else 1
     await_previous(IS_EARLY)
     num_tiles = tl.cdiv(num_columns, COLUMNS)
     block = tl.program_id(0) // num_tiles
@@ -130,16 +130,16 @@ def _packed_kernel(  # type: ignore[no-untyped-def]
     tl.store(target, total.to(dtype).T, mask=is_row[:, None] & (place < num_columns)[None, :])
 
 
-@triton.jit  # type: ignore[untyped-decorator]
-def _interleaved(row, first, num_columns, NUM_PARTS: tl.constexpr):  # type: ignore[no-untyped-def]  # noqa: N803
+@triton.jit
+def _interleaved(row, first, num_columns, NUM_PARTS: tl.constexpr):  # type: ignore[no-untyped-def]
     """Returns the part and the column of rows of a tile: eight of gate, then eight of up."""
     return row // 8 % NUM_PARTS, tl.minimum(first + row // (8 * NUM_PARTS) * 8 + row % 8, num_columns - 1)
 
 
-@triton.jit  # type: ignore[untyped-decorator]
+@triton.jit
 def packed_sums(  # type: ignore[no-untyped-def]
     rows, is_row, codes, scales, expert, part, column, num_columns, depth,
-    NUM_PARTS: tl.constexpr, KIND: tl.constexpr, IS_EVEN: tl.constexpr  # noqa: N803
+    NUM_PARTS: tl.constexpr, KIND: tl.constexpr, IS_EVEN: tl.constexpr
 ):  # fmt: skip
     """Returns the products of rows with some rows of a matrix, float32 ``[N, ROWS]``.
 
@@ -159,8 +159,8 @@ def packed_sums(  # type: ignore[no-untyped-def]
         KIND: Of the numbers.
         IS_EVEN: Whether ``depth`` is of whole blocks.
     """
-    ROWS: tl.constexpr = rows.shape[0]  # noqa: N806
-    N: tl.constexpr = column.shape[0]  # noqa: N806
+    ROWS: tl.constexpr = rows.shape[0]
+    N: tl.constexpr = column.shape[0]
     total = tl.zeros([N, ROWS], tl.float32)
     dtype: tl.constexpr = rows.dtype.element_ty
     num_blocks = tl.cdiv(depth, BLOCK)
@@ -175,7 +175,7 @@ def packed_sums(  # type: ignore[no-untyped-def]
                 total = tl.dot(unpack_group(packed, factor, group, dtype), values, total)
     else:
         # Plain ones have twice the bytes: all stages must fit into the shared memory.
-        STEP: tl.constexpr = BLOCK if KIND == "e4m3" else BLOCK // 2  # noqa: N806
+        STEP: tl.constexpr = BLOCK if KIND == "e4m3" else BLOCK // 2
         element = tl.arange(0, STEP)
         numbers = codes + matrix_row[:, None] * depth + element[None, :]
         if KIND == "e4m3":  # whose columns have the same scales, of each part
@@ -201,8 +201,8 @@ def packed_sums(  # type: ignore[no-untyped-def]
     return total
 
 
-@triton.jit  # type: ignore[untyped-decorator]
-def _values(rows, is_row, first, depth, COUNT: tl.constexpr, IS_EVEN: tl.constexpr):  # type: ignore[no-untyped-def]  # noqa: N803
+@triton.jit
+def _values(rows, is_row, first, depth, COUNT: tl.constexpr, IS_EVEN: tl.constexpr):  # type: ignore[no-untyped-def]
     """Returns elements of rows, ``[COUNT, ROWS]``; zeros behind their end."""
     element = first + tl.arange(0, COUNT)
     is_there = is_row[None, :] if IS_EVEN else is_row[None, :] & (element < depth)[:, None]

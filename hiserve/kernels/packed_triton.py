@@ -21,8 +21,8 @@ _MULTIPLY_F16 = tl.constexpr(
 )
 
 
-@triton.jit  # type: ignore[untyped-decorator]
-def unpack_group(words, scales, NUMBER: tl.constexpr, DTYPE: tl.constexpr):  # type: ignore[no-untyped-def]  # noqa: N803
+@triton.jit
+def unpack_group(words, scales, NUMBER: tl.constexpr, DTYPE: tl.constexpr):  # type: ignore[no-untyped-def]
     """Returns a group of a block of rows, ``[N, GROUP]``, in a type of 16 bits.
 
     Args:
@@ -34,10 +34,10 @@ def unpack_group(words, scales, NUMBER: tl.constexpr, DTYPE: tl.constexpr):  # t
     Sign, exponent and mantissa of a number become those of a 16-bit one, whose exponent has a larger bias; the scale's factor takes
     that back. The products are exact, subnormal numbers included, but for those that the type cannot hold.
     """
-    IS_BF16: tl.constexpr = DTYPE.is_bf16()  # noqa: N806
-    LOW: tl.constexpr = 6 if IS_BF16 else 9  # the mantissa's highest bit  # noqa: N806
-    BITS: tl.constexpr = (7 << LOW) * 0x10001  # noqa: N806
-    PLACE: tl.constexpr = 4 * NUMBER  # noqa: N806
+    IS_BF16: tl.constexpr = DTYPE.is_bf16()
+    LOW: tl.constexpr = 6 if IS_BF16 else 9  # the mantissa's highest bit
+    BITS: tl.constexpr = (7 << LOW) * 0x10001
+    PLACE: tl.constexpr = 4 * NUMBER
     pairs = words << (12 - PLACE) & -0x7FFF8000
     if PLACE <= LOW:
         pairs |= words << (LOW - PLACE) & BITS
@@ -59,8 +59,8 @@ def unpack_group(words, scales, NUMBER: tl.constexpr, DTYPE: tl.constexpr):  # t
     return tl.reshape(tl.join(even, odd), [words.shape[0], GROUP])
 
 
-@triton.jit  # type: ignore[untyped-decorator]
-def unpack_bytes(codes, scale, DTYPE: tl.constexpr):  # type: ignore[no-untyped-def]  # noqa: N803
+@triton.jit
+def unpack_bytes(codes, scale, DTYPE: tl.constexpr):  # type: ignore[no-untyped-def]
     """Returns E4M3 numbers, uint8, times float32 scales, unless these are None, by way of float32: the shortest."""
     numbers = codes.to(tl.float8e4nv, bitcast=True).to(tl.float32)
     if scale is not None:

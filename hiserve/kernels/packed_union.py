@@ -27,8 +27,8 @@ def add_tile(queries, rows, is_key, scale, is_more, best, total, summed):  # typ
     return better, total, summed
 
 
-@triton.jit  # type: ignore[untyped-decorator]
-def _find_packed(pool, index, key, is_key, SHAPE: tl.constexpr, SOURCE: tl.constexpr):  # type: ignore[no-untyped-def]  # noqa: N803
+@triton.jit
+def _find_packed(pool, index, key, is_key, SHAPE: tl.constexpr, SOURCE: tl.constexpr):  # type: ignore[no-untyped-def]
     """Returns where packed rows and their scales begin, and which there are."""
     if SOURCE.is_chosen:
         slot = tl.load(index + key, mask=is_key, other=-1)
@@ -40,10 +40,10 @@ def _find_packed(pool, index, key, is_key, SHAPE: tl.constexpr, SOURCE: tl.const
     return place, scales, is_key
 
 
-@triton.jit  # type: ignore[untyped-decorator]
+@triton.jit
 def attend_packed(  # type: ignore[no-untyped-def]
     queries, one, two, ends, tiles, scale, state,
-    SHAPE: tl.constexpr, FIRST: tl.constexpr, SECOND: tl.constexpr  # noqa: N803
+    SHAPE: tl.constexpr, FIRST: tl.constexpr, SECOND: tl.constexpr
 ):  # fmt: skip
     """Adds tiles of packed rows to a softmax: those of the first source, then those of the second, in one loop.
 

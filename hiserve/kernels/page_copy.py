@@ -66,12 +66,10 @@ class PreparedCopy:
         )
 
 
-@triton.jit(  # type: ignore[untyped-decorator]
-    do_not_specialize=["count", "index_stride"], do_not_specialize_on_alignment=["indices"]
-)
+@triton.jit(do_not_specialize=["count", "index_stride"], do_not_specialize_on_alignment=["indices"])
 def _copy_pages(  # type: ignore[no-untyped-def]
     planes, pages, indices, count, index_stride, plane_stride, page_stride,
-    NUM_WORDS: tl.constexpr, PIECE_WORDS: tl.constexpr, TO_PLANES: tl.constexpr, BLOCK: tl.constexpr  # noqa: N803
+    NUM_WORDS: tl.constexpr, PIECE_WORDS: tl.constexpr, TO_PLANES: tl.constexpr, BLOCK: tl.constexpr
 ):  # fmt: skip
     """Each program copies every n-th block of the pages. Offsets are 64 bits wide: pools have more than 2**31 words."""
     blocks_per_page: tl.constexpr = (NUM_WORDS + BLOCK - 1) // BLOCK

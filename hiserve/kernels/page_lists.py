@@ -26,13 +26,13 @@ def list_pages(
     )
 
 
-@triton.jit(  # type: ignore[untyped-decorator]
+@triton.jit(
     do_not_specialize=["table_stride"],
     do_not_specialize_on_alignment=["page_table", "kv_lens", "rows", "indptr", "first"],
 )
 def _list_pages(  # type: ignore[no-untyped-def]
     page_table, kv_lens, rows, indptr, first, out, table_stride,
-    PAGE_SIZE: tl.constexpr, BLOCK: tl.constexpr  # noqa: N803
+    PAGE_SIZE: tl.constexpr, BLOCK: tl.constexpr
 ):  # fmt: skip
     """One program copies one block of entries of one row."""
     begin = tl.load(indptr + tl.program_id(0))

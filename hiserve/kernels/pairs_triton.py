@@ -28,10 +28,10 @@ def pair_angles(positions: Tensor, kinds: PairFrequencies, dtype: torch.dtype) -
     return cos, sin
 
 
-@triton.jit  # type: ignore[untyped-decorator]
+@triton.jit
 def _angles_kernel(  # type: ignore[no-untyped-def]
     positions, frequencies, factors, ratios, cos, sin,
-    PAIRS: tl.constexpr, BLOCK: tl.constexpr, IS_EARLY: tl.constexpr  # noqa: N803
+    PAIRS: tl.constexpr, BLOCK: tl.constexpr, IS_EARLY: tl.constexpr
 ):  # fmt: skip
     """Each program computes the angles of one token for one kind of layers."""
     token, kind, pair = tl.program_id(0).to(tl.int64), tl.program_id(1), tl.arange(0, BLOCK)
@@ -102,12 +102,12 @@ def _turn(
 
 @triton.jit(
     do_not_specialize=["eps", "num_heads"],
-)  # type: ignore[untyped-decorator]
+)
 def _turn_kernel(  # type: ignore[no-untyped-def]
     x, cos, sin, out, row, norm, pool, slots, eps, token_stride, head_stride, turn_stride, num_heads, row_stride,
     slot_stride,
-    WIDTH: tl.constexpr, PAIRS: tl.constexpr, BLOCK_HEADS: tl.constexpr, TILE: tl.constexpr,  # noqa: N803
-    PAGE_ROWS: tl.constexpr, IS_EARLY: tl.constexpr  # noqa: N803
+    WIDTH: tl.constexpr, PAIRS: tl.constexpr, BLOCK_HEADS: tl.constexpr, TILE: tl.constexpr,
+    PAGE_ROWS: tl.constexpr, IS_EARLY: tl.constexpr
 ):  # fmt: skip
     """Each program turns some heads of a token; with rows it norms them before, and the last one stores the token's row."""
     start_next(IS_EARLY)
@@ -140,8 +140,8 @@ def _turn_kernel(  # type: ignore[no-untyped-def]
         store_row(made, pool, tl.load(slots + token), slot_stride, WIDTH, TILE, PAGE_ROWS)
 
 
-@triton.jit  # type: ignore[untyped-decorator]
-def turned(value, turns, ROWS: tl.constexpr, WIDTH: tl.constexpr, PAIRS: tl.constexpr, IS_BACK: tl.constexpr):  # type: ignore[no-untyped-def]  # noqa: N803
+@triton.jit
+def turned(value, turns, ROWS: tl.constexpr, WIDTH: tl.constexpr, PAIRS: tl.constexpr, IS_BACK: tl.constexpr):  # type: ignore[no-untyped-def]
     """Rotates the last pairs of float32 ``[ROWS, WIDTH]`` by the cosines and sines at two pointers, or back."""
     even, odd = tl.split(tl.reshape(value, [ROWS, WIDTH // 2, 2]))
     pair = tl.arange(0, WIDTH // 2) - (WIDTH // 2 - PAIRS)

@@ -28,8 +28,8 @@ def sum_parts(parts: Tensor, bias: Tensor | None, out: Tensor) -> Tensor:
     return out
 
 
-@triton.jit(do_not_specialize=["num_parts"])  # type: ignore[untyped-decorator]
-def _sum_kernel(parts, bias, out, num_elements, num_columns, num_parts, BLOCK: tl.constexpr, IS_EARLY: tl.constexpr):  # type: ignore[no-untyped-def]  # noqa: N803
+@triton.jit(do_not_specialize=["num_parts"])
+def _sum_kernel(parts, bias, out, num_elements, num_columns, num_parts, BLOCK: tl.constexpr, IS_EARLY: tl.constexpr):  # type: ignore[no-untyped-def]
     """Each program sums the parts of some elements of the result."""
     start_next(IS_EARLY)
     await_previous(IS_EARLY)
@@ -43,8 +43,8 @@ def _sum_kernel(parts, bias, out, num_elements, num_columns, num_parts, BLOCK: t
     tl.store(out + element, total.to(out.dtype.element_ty), mask=is_element)
 
 
-@triton.jit  # type: ignore[untyped-decorator]
-def load_delta(delta, bias, place, column, mask, part_stride, dtype: tl.constexpr, NUM_PARTS: tl.constexpr):  # type: ignore[no-untyped-def]  # noqa: N803
+@triton.jit
+def load_delta(delta, bias, place, column, mask, part_stride, dtype: tl.constexpr, NUM_PARTS: tl.constexpr):  # type: ignore[no-untyped-def]
     """Returns elements of a ``Summand`` as the summed projection has them; ``place`` of the first part, ``column`` of the bias."""
     total = tl.load(delta + place, mask=mask, other=0.0)
     for part in tl.static_range(1, NUM_PARTS):

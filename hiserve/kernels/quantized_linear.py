@@ -128,11 +128,11 @@ def _tiled_linear(x: Tensor, weight: QuantizedWeight, bias: Tensor | None, is_ea
     return parts[0] if num_parts == 1 else Parts(parts, bias, x.dtype)
 
 
-@triton.jit(do_not_specialize=["num_rows"])  # type: ignore[untyped-decorator]
+@triton.jit(do_not_specialize=["num_rows"])
 def _fp8_kernel(  # type: ignore[no-untyped-def]
     x, codes, scales, bias, out, num_rows, num_columns, depth,
-    ROWS: tl.constexpr, COLUMNS: tl.constexpr, DEPTH: tl.constexpr, HAS_BLOCKS: tl.constexpr,  # noqa: N803
-    HAS_INSTRUCTIONS: tl.constexpr, IS_EARLY: tl.constexpr  # noqa: N803
+    ROWS: tl.constexpr, COLUMNS: tl.constexpr, DEPTH: tl.constexpr, HAS_BLOCKS: tl.constexpr,
+    HAS_INSTRUCTIONS: tl.constexpr, IS_EARLY: tl.constexpr
 ):  # fmt: skip
     """Like ``skinny_linear._tile_kernel``. Scales multiply sums: of a block of ``DEPTH`` inputs, or of all.
 
@@ -170,11 +170,11 @@ def _fp8_kernel(  # type: ignore[no-untyped-def]
     tl.store(target, total.T.to(out.dtype.element_ty), mask=is_row[:, None])
 
 
-@triton.jit(do_not_specialize=["num_rows"])  # type: ignore[untyped-decorator]
+@triton.jit(do_not_specialize=["num_rows"])
 def _int4_kernel(  # type: ignore[no-untyped-def]
     x, codes, scales, zeros, order, bias, out, num_rows, num_columns, depth,
-    ROWS: tl.constexpr, COLUMNS: tl.constexpr, HALF: tl.constexpr, GROUP: tl.constexpr,  # noqa: N803
-    MAGIC: tl.constexpr, HAS_INSTRUCTIONS: tl.constexpr, IS_EARLY: tl.constexpr  # noqa: N803
+    ROWS: tl.constexpr, COLUMNS: tl.constexpr, HALF: tl.constexpr, GROUP: tl.constexpr,
+    MAGIC: tl.constexpr, HAS_INSTRUCTIONS: tl.constexpr, IS_EARLY: tl.constexpr
 ):  # fmt: skip
     """Like ``_fp8_kernel``, for tiles of 4-bit codes, each of whose halves is one group or half of one.
 
@@ -186,7 +186,7 @@ def _int4_kernel(  # type: ignore[no-untyped-def]
     row = tl.arange(0, ROWS)
     tile_row = tl.arange(0, COLUMNS)
     column = tl.program_id(0) * COLUMNS + tile_row
-    QUARTER: tl.constexpr = HALF // 2  # noqa: N806
+    QUARTER: tl.constexpr = HALF // 2
     element = tl.arange(0, QUARTER)
     is_row = row < num_rows
     num_tiles = depth // (2 * HALF)

@@ -34,12 +34,12 @@ def route_in_groups(
     return shares, chosen
 
 
-@triton.jit(do_not_specialize=["scale"])  # type: ignore[untyped-decorator]
+@triton.jit(do_not_specialize=["scale"])
 def _route_in_groups(  # type: ignore[no-untyped-def]
     logits, bias, shares, chosen, scale,
-    NUM_EXPERTS: tl.constexpr, NUM_GROUPS: tl.constexpr, NUM_CHOSEN_GROUPS: tl.constexpr,  # noqa: N803
-    NUM_CHOSEN: tl.constexpr, BLOCK_CHOSEN: tl.constexpr, IS_NORMALIZED: tl.constexpr,  # noqa: N803
-    IS_EARLY: tl.constexpr  # noqa: N803
+    NUM_EXPERTS: tl.constexpr, NUM_GROUPS: tl.constexpr, NUM_CHOSEN_GROUPS: tl.constexpr,
+    NUM_CHOSEN: tl.constexpr, BLOCK_CHOSEN: tl.constexpr, IS_NORMALIZED: tl.constexpr,
+    IS_EARLY: tl.constexpr
 ):  # fmt: skip
     """Each program routes one token. For any logits, NaN included, experts are in range and differ."""
     token = tl.program_id(0).to(tl.int64)
@@ -60,12 +60,12 @@ def _route_in_groups(  # type: ignore[no-untyped-def]
     tl.store(chosen + target, number.to(tl.int64), mask=place < NUM_CHOSEN)
 
 
-@triton.jit  # type: ignore[untyped-decorator]
+@triton.jit
 def _best_groups(  # type: ignore[no-untyped-def]
     scores,
-    GROUPS: tl.constexpr,  # noqa: N803
-    SIZE: tl.constexpr,  # noqa: N803
-    NUM_CHOSEN: tl.constexpr,  # noqa: N803
+    GROUPS: tl.constexpr,
+    SIZE: tl.constexpr,
+    NUM_CHOSEN: tl.constexpr,
 ):
     """Returns the scores, -inf outside of the groups whose two best have the largest sums."""
     by_group = tl.reshape(scores, [GROUPS, SIZE])
@@ -116,11 +116,11 @@ def _root(logit):  # type: ignore[no-untyped-def]
     return tl.where(logit == logit, found, 0.0)
 
 
-@triton.jit(do_not_specialize=["scale"])  # type: ignore[untyped-decorator]
+@triton.jit(do_not_specialize=["scale"])
 def _route_by_root(  # type: ignore[no-untyped-def]
     logits, bias, table, rows, shares, numbers, scale,
-    NUM_EXPERTS: tl.constexpr, BLOCK_EXPERTS: tl.constexpr, NUM_CHOSEN: tl.constexpr,  # noqa: N803
-    BLOCK_CHOSEN: tl.constexpr, IS_EARLY: tl.constexpr  # noqa: N803
+    NUM_EXPERTS: tl.constexpr, BLOCK_EXPERTS: tl.constexpr, NUM_CHOSEN: tl.constexpr,
+    BLOCK_CHOSEN: tl.constexpr, IS_EARLY: tl.constexpr
 ):  # fmt: skip
     """Each program routes one token. For any logits, NaN included, experts are in range, and those it chooses differ."""
     token = tl.program_id(0).to(tl.int64)
@@ -150,8 +150,8 @@ def _new_choice(logits: Tensor, num_per_token: int) -> tuple[Tensor, Tensor]:
     return shares, torch.empty(shape, dtype=torch.int64, device=logits.device)
 
 
-@triton.jit  # type: ignore[untyped-decorator]
-def _best(left, score, expert, place, NUM_CHOSEN: tl.constexpr):  # type: ignore[no-untyped-def]  # noqa: N803
+@triton.jit
+def _best(left, score, expert, place, NUM_CHOSEN: tl.constexpr):  # type: ignore[no-untyped-def]
     """Returns, for each place, the score and the number of the expert with the next largest entry of ``left``."""
     share = tl.full(place.shape, 0.0, tl.float32)
     number = tl.full(place.shape, 0, tl.int32)

@@ -61,8 +61,8 @@ def power_of_2(exponent):  # type: ignore[no-untyped-def]
     return ((exponent + 127) << 23).to(tl.float32, bitcast=True)
 
 
-@triton.jit  # type: ignore[untyped-decorator]
-def store_halves(one, other, pool, scales, slot, place, half, head, which, mask, NUM_HEADS: tl.constexpr):  # type: ignore[no-untyped-def]  # noqa: N803
+@triton.jit
+def store_halves(one, other, pool, scales, slot, place, half, head, which, mask, NUM_HEADS: tl.constexpr):  # type: ignore[no-untyped-def]
     """Stores heads of keys or values: as they are, or in 8 bits, each with a power of 2 as its scale (``row_codecs.store_heads``).
 
     Args:
@@ -108,8 +108,8 @@ def widened(small):  # type: ignore[no-untyped-def]
     return small.to(tl.float8e4nv, bitcast=True).to(tl.float32)
 
 
-@triton.jit  # type: ignore[untyped-decorator]
-def places_of(pool, slot, WIDTH: tl.constexpr, TILE: tl.constexpr, PAGE_ROWS: tl.constexpr):  # type: ignore[no-untyped-def]  # noqa: N803
+@triton.jit
+def places_of(pool, slot, WIDTH: tl.constexpr, TILE: tl.constexpr, PAGE_ROWS: tl.constexpr):  # type: ignore[no-untyped-def]
     """Returns where the numbers of rows begin, and where their scales do."""
     value_bytes: tl.constexpr = WIDTH if TILE == WIDTH else WIDTH + TILE
     scale_bytes: tl.constexpr = 4 if TILE == WIDTH else 8
@@ -119,8 +119,8 @@ def places_of(pool, slot, WIDTH: tl.constexpr, TILE: tl.constexpr, PAGE_ROWS: tl
     return first + row * value_bytes, first + PAGE_ROWS * value_bytes + row * scale_bytes
 
 
-@triton.jit  # type: ignore[untyped-decorator]
-def store_row(row, pool, slot, slot_stride, WIDTH: tl.constexpr, TILE: tl.constexpr, PAGE_ROWS: tl.constexpr):  # type: ignore[no-untyped-def]  # noqa: N803
+@triton.jit
+def store_row(row, pool, slot, slot_stride, WIDTH: tl.constexpr, TILE: tl.constexpr, PAGE_ROWS: tl.constexpr):  # type: ignore[no-untyped-def]
     """Stores a row, float32 ``[WIDTH]``, in a slot."""
     if TILE == 0:
         tl.store(pool + slot * slot_stride + tl.arange(0, WIDTH), row.to(pool.dtype.element_ty))
@@ -136,8 +136,8 @@ def store_row(row, pool, slot, slot_stride, WIDTH: tl.constexpr, TILE: tl.conste
             _store_tiles(tl.reshape(value, [WIDTH // TILE, TILE]), place, scale, WIDTH, TILE)
 
 
-@triton.jit  # type: ignore[untyped-decorator]
-def store_key(parts, places, are_there, pool, slot, WIDTH: tl.constexpr, PAGE_ROWS: tl.constexpr):  # type: ignore[no-untyped-def]  # noqa: N803
+@triton.jit
+def store_key(parts, places, are_there, pool, slot, WIDTH: tl.constexpr, PAGE_ROWS: tl.constexpr):  # type: ignore[no-untyped-def]
     """Stores a key of an index that comes in three parts, at places of its numbers; those that are not there are 0."""
     one, two, three = parts
     one, two = rounded(one).to(tl.float32, bitcast=True), rounded(two).to(tl.float32, bitcast=True)
@@ -154,8 +154,8 @@ def store_key(parts, places, are_there, pool, slot, WIDTH: tl.constexpr, PAGE_RO
     tl.store(place + places[2], small, mask=are_there[2])
 
 
-@triton.jit  # type: ignore[untyped-decorator]
-def _store_tiles(value, place, scale, WIDTH: tl.constexpr, TILE: tl.constexpr):  # type: ignore[no-untyped-def]  # noqa: N803
+@triton.jit
+def _store_tiles(value, place, scale, WIDTH: tl.constexpr, TILE: tl.constexpr):  # type: ignore[no-untyped-def]
     """Stores the tiles of a row, each with its scale, the last in bfloat16."""
     num_tiles: tl.constexpr = WIDTH // TILE - 1
     tile, element = tl.arange(0, WIDTH // TILE), tl.arange(0, TILE)
@@ -172,8 +172,8 @@ def _store_tiles(value, place, scale, WIDTH: tl.constexpr, TILE: tl.constexpr): 
     tl.store(last + column - num_tiles * TILE, half, mask=(tile >= num_tiles)[:, None])
 
 
-@triton.jit  # type: ignore[untyped-decorator]
-def load_rows(place, scale, is_there, DTYPE: tl.constexpr, WIDTH: tl.constexpr, TILE: tl.constexpr):  # type: ignore[no-untyped-def]  # noqa: N803
+@triton.jit
+def load_rows(place, scale, is_there, DTYPE: tl.constexpr, WIDTH: tl.constexpr, TILE: tl.constexpr):  # type: ignore[no-untyped-def]
     """Returns the rows at places ``[K]``, ``[K, WIDTH]`` of a type; zeros where there is none, and nothing is read."""
     num_tiles: tl.constexpr = WIDTH // TILE - 1
     tile, element = tl.arange(0, WIDTH // TILE), tl.arange(0, TILE)
@@ -191,8 +191,8 @@ def load_rows(place, scale, is_there, DTYPE: tl.constexpr, WIDTH: tl.constexpr, 
     return tl.reshape(rows, [place.shape[0], WIDTH])
 
 
-@triton.jit  # type: ignore[untyped-decorator]
-def load_keys(pool, slot, is_there, DTYPE: tl.constexpr, WIDTH: tl.constexpr, PAGE_ROWS: tl.constexpr):  # type: ignore[no-untyped-def]  # noqa: N803
+@triton.jit
+def load_keys(pool, slot, is_there, DTYPE: tl.constexpr, WIDTH: tl.constexpr, PAGE_ROWS: tl.constexpr):  # type: ignore[no-untyped-def]
     """Returns the keys of an index of slots ``[K]`` as ``load_rows``, and factors ``[K]`` of their products, above 0."""
     place, scale = places_of(pool, slot, WIDTH, WIDTH, PAGE_ROWS)
     small = tl.load(place[:, None] + tl.arange(0, WIDTH)[None, :], mask=is_there[:, None], other=0)

@@ -106,10 +106,10 @@ def _multiply_blocks(
     return out
 
 
-@triton.jit  # type: ignore[untyped-decorator]
+@triton.jit
 def _round_kernel(  # type: ignore[no-untyped-def]
     x, codes, scales, group,
-    LARGEST: tl.constexpr, LEAST: tl.constexpr, BLOCK: tl.constexpr, IS_EARLY: tl.constexpr  # noqa: N803
+    LARGEST: tl.constexpr, LEAST: tl.constexpr, BLOCK: tl.constexpr, IS_EARLY: tl.constexpr
 ):  # fmt: skip
     """Each program rounds one group of a token."""
     start_next(IS_EARLY)
@@ -126,11 +126,11 @@ def _round_kernel(  # type: ignore[no-untyped-def]
     tl.store(scales + place, scale)
 
 
-@triton.jit  # type: ignore[untyped-decorator]
+@triton.jit
 def _upcast_kernel(  # type: ignore[no-untyped-def]
     codes, scales, zeros, out, first, num_rows, depth,
-    ROWS: tl.constexpr, WIDTH: tl.constexpr, GROUP: tl.constexpr, MIDDLE_ZERO: tl.constexpr,  # noqa: N803
-    IS_WIDE: tl.constexpr, IS_EARLY: tl.constexpr  # noqa: N803
+    ROWS: tl.constexpr, WIDTH: tl.constexpr, GROUP: tl.constexpr, MIDDLE_ZERO: tl.constexpr,
+    IS_WIDE: tl.constexpr, IS_EARLY: tl.constexpr
 ):  # fmt: skip
     """Each program spells out ``WIDTH`` columns of ``ROWS`` rows, the first of which is ``first``."""
     start_next(IS_EARLY)
@@ -159,10 +159,10 @@ def _upcast_kernel(  # type: ignore[no-untyped-def]
     tl.store(target, values.to(out.dtype.element_ty))
 
 
-@triton.jit(do_not_specialize=["num_rows"])  # type: ignore[untyped-decorator]
+@triton.jit(do_not_specialize=["num_rows"])
 def _block_kernel(  # type: ignore[no-untyped-def]
     x, x_scales, codes, scales, bias, out, num_rows, num_columns, depth,
-    ROWS: tl.constexpr, BLOCK: tl.constexpr, IS_EARLY: tl.constexpr  # noqa: N803
+    ROWS: tl.constexpr, BLOCK: tl.constexpr, IS_EARLY: tl.constexpr
 ):  # fmt: skip
     """Each program multiplies ``ROWS`` rows by ``BLOCK`` rows of the weight; sums of ``BLOCK`` inputs are scaled."""
     start_next(IS_EARLY)

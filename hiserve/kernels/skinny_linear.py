@@ -133,10 +133,10 @@ def row_linear(x: Tensor, weight: Tensor, bias: Tensor | None, activation: Activ
     return out
 
 
-@triton.jit  # type: ignore[untyped-decorator]
+@triton.jit
 def _row_kernel(  # type: ignore[no-untyped-def]
     x, weight, bias, out, num_columns, depth,
-    ACTIVATION: tl.constexpr, COLUMNS: tl.constexpr, DEPTH: tl.constexpr, IS_EARLY: tl.constexpr  # noqa: N803
+    ACTIVATION: tl.constexpr, COLUMNS: tl.constexpr, DEPTH: tl.constexpr, IS_EARLY: tl.constexpr
 ):  # fmt: skip
     """Each program reads whole rows of the weight, which are columns of the result, for one row of ``x``.
 
@@ -166,8 +166,8 @@ def _row_kernel(  # type: ignore[no-untyped-def]
     tl.store(target, total.to(out.dtype.element_ty), mask=(column < num_columns)[:, None])
 
 
-@triton.jit  # type: ignore[untyped-decorator]
-def _columns(num_columns, COLUMNS: tl.constexpr, ACTIVATION: tl.constexpr):  # type: ignore[no-untyped-def]  # noqa: N803
+@triton.jit
+def _columns(num_columns, COLUMNS: tl.constexpr, ACTIVATION: tl.constexpr):  # type: ignore[no-untyped-def]
     """Columns of the result of a program, and the rows of the weight that they are: with an activation, half of them ups."""
     lane = tl.arange(0, COLUMNS)
     if ACTIVATION is None:
@@ -180,8 +180,8 @@ def _columns(num_columns, COLUMNS: tl.constexpr, ACTIVATION: tl.constexpr):  # t
     return column, place
 
 
-@triton.jit  # type: ignore[untyped-decorator]
-def _results(column, total, dtype: tl.constexpr, COLUMNS: tl.constexpr, ACTIVATION: tl.constexpr):  # type: ignore[no-untyped-def]  # noqa: N803
+@triton.jit
+def _results(column, total, dtype: tl.constexpr, COLUMNS: tl.constexpr, ACTIVATION: tl.constexpr):  # type: ignore[no-untyped-def]
     """Returns columns and float32 results ``[columns, rows]`` of a program, whose gates and ups are rounded before they meet."""
     if ACTIVATION is not None:
         half: tl.constexpr = COLUMNS // 2
@@ -215,11 +215,11 @@ def _tiled_linear(
     return parts[0] if num_parts == 1 else Parts(parts, bias, x.dtype)
 
 
-@triton.jit(do_not_specialize=["num_rows"])  # type: ignore[untyped-decorator]
+@triton.jit(do_not_specialize=["num_rows"])
 def _tile_kernel(  # type: ignore[no-untyped-def]
     x, weight, bias, out, num_rows, num_columns, depth,
-    ACTIVATION: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr, DEPTH: tl.constexpr,  # noqa: N803
-    IS_EARLY: tl.constexpr  # noqa: N803
+    ACTIVATION: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr, DEPTH: tl.constexpr,
+    IS_EARLY: tl.constexpr
 ):  # fmt: skip
     """Each program multiplies some rows of the weight, or a part of their depth, with all rows of ``x``.
 

@@ -105,11 +105,11 @@ _VARYING = [
 ]
 
 
-@triton.jit(do_not_specialize=_VARYING)  # type: ignore[untyped-decorator]
+@triton.jit(do_not_specialize=_VARYING)
 def _check_rows(  # type: ignore[no-untyped-def]
     rows, num_new, num_draft, samples, max_len, computed_len, known_len, page_table, entry_owner, page_owner, legal,
     kv_lens, table, windows, states, table_stride, width, num_entries, num_pages, capacity, window, num_window_pages,
-    SINK: tl.constexpr, PAGE_SIZE: tl.constexpr, BLOCK: tl.constexpr, IS_EARLY: tl.constexpr  # noqa: N803
+    SINK: tl.constexpr, PAGE_SIZE: tl.constexpr, BLOCK: tl.constexpr, IS_EARLY: tl.constexpr
 ):  # fmt: skip
     """Each program checks one row and copies its tables."""
     number = tl.program_id(0).to(tl.int64)
@@ -157,8 +157,8 @@ def _fill_states(states, number, row, is_legal, start, end):  # type: ignore[no-
     tl.store(states.step_snap_slots + number, tl.load(states.snap_slot + row, mask=is_legal, other=0))
 
 
-@triton.jit  # type: ignore[untyped-decorator]
-def _count_stale(pages, owners, page_owner, first, end, num_pages, BLOCK: tl.constexpr):  # type: ignore[no-untyped-def]  # noqa: N803
+@triton.jit
+def _count_stale(pages, owners, page_owner, first, end, num_pages, BLOCK: tl.constexpr):  # type: ignore[no-untyped-def]
     """Counts the entries from ``first`` to ``end`` that are no pages, or pages of another allocation."""
     num_stale = 0
     for start in range(first, end, BLOCK):
@@ -172,8 +172,8 @@ def _count_stale(pages, owners, page_owner, first, end, num_pages, BLOCK: tl.con
     return num_stale
 
 
-@triton.jit  # type: ignore[untyped-decorator]
-def _copy_entries(pages, table, first, num_read, num_used, SINK: tl.constexpr, BLOCK: tl.constexpr):  # type: ignore[no-untyped-def]  # noqa: N803
+@triton.jit
+def _copy_entries(pages, table, first, num_read, num_used, SINK: tl.constexpr, BLOCK: tl.constexpr):  # type: ignore[no-untyped-def]
     """Copies entries ``first`` to ``num_used`` of a row; the padding page stands for those from ``num_read`` on."""
     for start in range(first, num_used, BLOCK):
         entry = start + tl.arange(0, BLOCK)
@@ -181,11 +181,11 @@ def _copy_entries(pages, table, first, num_read, num_used, SINK: tl.constexpr, B
         tl.store(table + entry, page, mask=entry < num_used)
 
 
-@triton.jit(do_not_specialize=_VARYING)  # type: ignore[untyped-decorator]
+@triton.jit(do_not_specialize=_VARYING)
 def _place_tokens(  # type: ignore[no-untyped-def]
     token_rows, offsets, rows, num_new, num_draft, kv_lens, legal, tokens, page_table, input_ids, positions, slots,
     windows, trees, num_nodes, num_tokens, num_entries, capacity,
-    SINK: tl.constexpr, PAGE_SIZE: tl.constexpr, BLOCK: tl.constexpr, IS_EARLY: tl.constexpr  # noqa: N803
+    SINK: tl.constexpr, PAGE_SIZE: tl.constexpr, BLOCK: tl.constexpr, IS_EARLY: tl.constexpr
 ):  # fmt: skip
     """Each program fills the inputs of a block of tokens, after ``_check_rows``."""
     token = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
@@ -212,8 +212,8 @@ def _place_tokens(  # type: ignore[no-untyped-def]
         tl.store(windows.slots + token, page.to(tl.int64) * PAGE_SIZE + position % PAGE_SIZE, mask=mask)
 
 
-@triton.jit  # type: ignore[untyped-decorator]
-def put_tokens(token, mask, input_id, position, page, input_ids, positions, slots, PAGE_SIZE: tl.constexpr):  # type: ignore[no-untyped-def]  # noqa: N803
+@triton.jit
+def put_tokens(token, mask, input_id, position, page, input_ids, positions, slots, PAGE_SIZE: tl.constexpr):  # type: ignore[no-untyped-def]
     """Stores a block of a forward's tokens: ids, positions, and slots by their pages."""
     tl.store(input_ids + token, input_id, mask=mask)
     tl.store(positions + token, position, mask=mask)

@@ -50,10 +50,10 @@ _VARYING = [
 ]
 
 
-@triton.jit(do_not_specialize=_VARYING)  # type: ignore[untyped-decorator]
+@triton.jit(do_not_specialize=_VARYING)
 def _count_accepted(  # type: ignore[no-untyped-def]
     drawn, sampling_rows, num_draft, known_len, tokens, counts, width, capacity,
-    BLOCK: tl.constexpr, IS_EARLY: tl.constexpr  # noqa: N803
+    BLOCK: tl.constexpr, IS_EARLY: tl.constexpr
 ):  # fmt: skip
     """Each program finds the first drawn token of one row that differs from its draft."""
     number = tl.program_id(0).to(tl.int64)
@@ -69,11 +69,11 @@ def _count_accepted(  # type: ignore[no-untyped-def]
     tl.store(counts + number, tl.min(tl.where(is_last, index, BLOCK), 0).to(tl.int64) + 1)
 
 
-@triton.jit(do_not_specialize=_VARYING)  # type: ignore[untyped-decorator]
+@triton.jit(do_not_specialize=_VARYING)
 def _advance_rows(  # type: ignore[no-untyped-def]
     rows, kv_lens, legal, num_draft, sampling, drawn, counts, computed_len, known_len, tokens, state_lens, words,
     num_sampling, width, capacity,
-    BLOCK: tl.constexpr, SAMPLING_BLOCK: tl.constexpr, IS_EARLY: tl.constexpr  # noqa: N803
+    BLOCK: tl.constexpr, SAMPLING_BLOCK: tl.constexpr, IS_EARLY: tl.constexpr
 ):  # fmt: skip
     """Each program advances one row; it searches the row among those that sampled."""
     number = tl.program_id(0)

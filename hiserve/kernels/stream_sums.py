@@ -60,12 +60,12 @@ def weigh(
     )  # fmt: skip
 
 
-@triton.jit(do_not_specialize=["num_tokens", "num_parts", "eps", "norm_eps"])  # type: ignore[untyped-decorator]
+@triton.jit(do_not_specialize=["num_tokens", "num_parts", "eps", "norm_eps"])
 def _weigh(  # type: ignore[no-untyped-def]
     streams, sums, base, scale, x, post, matrix, num_tokens, num_parts, token_stride, stream_stride, iterations, eps,
     norm_eps,
-    SHAPE: tl.constexpr, TOKENS: tl.constexpr, BLOCK: tl.constexpr, PARTS: tl.constexpr,  # noqa: N803
-    IS_EARLY: tl.constexpr  # noqa: N803
+    SHAPE: tl.constexpr, TOKENS: tl.constexpr, BLOCK: tl.constexpr, PARTS: tl.constexpr,
+    IS_EARLY: tl.constexpr
 ):  # fmt: skip
     """The first program of some tokens makes the weights of the output and of the streams; each other sums columns of a token."""
     count: tl.constexpr = SHAPE.num_streams
@@ -101,8 +101,8 @@ def _weigh(  # type: ignore[no-untyped-def]
             tl.store(target, tl.reshape(square, [count * count, TOKENS]), mask=each < num_tokens)
 
 
-@triton.jit  # type: ignore[untyped-decorator]
-def _outputs(given, first, output, group, SHAPE: tl.constexpr, TOKENS: tl.constexpr, PARTS: tl.constexpr):  # type: ignore[no-untyped-def]  # noqa: N803
+@triton.jit
+def _outputs(given, first, output, group, SHAPE: tl.constexpr, TOKENS: tl.constexpr, PARTS: tl.constexpr):  # type: ignore[no-untyped-def]
     """Returns outputs of a group, of normed tokens, scaled and shifted: of one token ``[outputs]``, else ``[outputs, TOKENS]``."""
     sums, num_tokens, num_parts, base, scale, norm_eps = given
     part = tl.arange(0, PARTS)

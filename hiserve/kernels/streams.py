@@ -160,11 +160,11 @@ def _project_parts(
     return sums
 
 
-@triton.jit(do_not_specialize=["num_tokens"])  # type: ignore[untyped-decorator]
+@triton.jit(do_not_specialize=["num_tokens"])
 def _project(  # type: ignore[no-untyped-def]
     streams, out, post, matrix, made, weight, sums, num_tokens, token_stride, stream_stride, out_stride,
-    SHAPE: tl.constexpr, COUNT: tl.constexpr, TOKENS: tl.constexpr, BLOCK: tl.constexpr,  # noqa: N803
-    IS_EARLY: tl.constexpr  # noqa: N803
+    SHAPE: tl.constexpr, COUNT: tl.constexpr, TOKENS: tl.constexpr, BLOCK: tl.constexpr,
+    IS_EARLY: tl.constexpr
 ):  # fmt: skip
     """Each program computes one part of the sums of some tokens: outputs, and squares in the column behind them.
 
@@ -210,8 +210,8 @@ def _project(  # type: ignore[no-untyped-def]
     tl.store(target, total, mask=is_token[:, None])
 
 
-@triton.jit  # type: ignore[untyped-decorator]
-def _shares(post, matrix, token, is_token, COUNT: tl.constexpr):  # type: ignore[no-untyped-def]  # noqa: N803
+@triton.jit
+def _shares(post, matrix, token, is_token, COUNT: tl.constexpr):  # type: ignore[no-untyped-def]
     """Returns of each new stream what it takes of the output, ``[tokens]``, and of the old streams, ``[tokens, COUNT]``."""
     gates, factors, other = (), (), tl.arange(0, COUNT)
     for stream in tl.static_range(COUNT):
@@ -235,10 +235,10 @@ def _product(value, factor, total):  # type: ignore[no-untyped-def]
     return total
 
 
-@triton.jit  # type: ignore[untyped-decorator]
+@triton.jit
 def _merge(  # type: ignore[no-untyped-def]
     streams, out, post, matrix, made, token_stride, stream_stride, out_stride,
-    COUNT: tl.constexpr, HIDDEN: tl.constexpr, BLOCK: tl.constexpr, IS_EARLY: tl.constexpr  # noqa: N803
+    COUNT: tl.constexpr, HIDDEN: tl.constexpr, BLOCK: tl.constexpr, IS_EARLY: tl.constexpr
 ):  # fmt: skip
     """Each program computes some columns of a token's new streams."""
     start_next(IS_EARLY)

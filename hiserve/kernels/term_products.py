@@ -96,13 +96,13 @@ def term_parts(
     return parts[0] if num_parts == 1 else Parts(parts, bias, dtype)
 
 
-@triton.jit(do_not_specialize=["num_rows"])  # type: ignore[untyped-decorator]
+@triton.jit(do_not_specialize=["num_rows"])
 def _fp8_kernel(  # type: ignore[no-untyped-def]
     x, x_scales, codes, scales, bias, out, num_rows, num_columns, depth,
-    ROWS: tl.constexpr,  # noqa: N803
-    COLUMNS: tl.constexpr,  # noqa: N803
-    HAS_BLOCKS: tl.constexpr,  # noqa: N803
-    IS_EARLY: tl.constexpr,  # noqa: N803
+    ROWS: tl.constexpr,
+    COLUMNS: tl.constexpr,
+    HAS_BLOCKS: tl.constexpr,
+    IS_EARLY: tl.constexpr,
 ):  # fmt: skip
     """Like ``skinny_linear._tile_kernel``, of both terms of each row."""
     await_previous(IS_EARLY)
@@ -138,16 +138,16 @@ def _fp8_kernel(  # type: ignore[no-untyped-def]
     tl.store(target, total.T.to(out.dtype.element_ty), mask=is_row[:, None])
 
 
-@triton.jit(do_not_specialize=["num_rows"])  # type: ignore[untyped-decorator]
+@triton.jit(do_not_specialize=["num_rows"])
 def _int4_kernel(  # type: ignore[no-untyped-def]
     x, x_scales, x_sums, codes, scales, zeros, bias, out, num_rows, num_columns, depth,
-    ROWS: tl.constexpr,  # noqa: N803
-    COLUMNS: tl.constexpr,  # noqa: N803
-    TILE_ROWS: tl.constexpr,  # noqa: N803
-    MIDDLE_ZERO: tl.constexpr,  # noqa: N803
-    SCALES_AHEAD: tl.constexpr,  # noqa: N803
-    HAS_INSTRUCTIONS: tl.constexpr,  # noqa: N803
-    IS_EARLY: tl.constexpr,  # noqa: N803
+    ROWS: tl.constexpr,
+    COLUMNS: tl.constexpr,
+    TILE_ROWS: tl.constexpr,
+    MIDDLE_ZERO: tl.constexpr,
+    SCALES_AHEAD: tl.constexpr,
+    HAS_INSTRUCTIONS: tl.constexpr,
+    IS_EARLY: tl.constexpr,
 ):  # fmt: skip
     """Like ``_fp8_kernel``, of codes of 4 bits, which are numbers of E4M3, and zero points, which multiply sums of inputs."""
     await_previous(IS_EARLY)
@@ -192,8 +192,8 @@ def _int4_kernel(  # type: ignore[no-untyped-def]
     tl.store(target, total.T.to(out.dtype.element_ty), mask=is_row[:, None])
 
 
-@triton.jit  # type: ignore[untyped-decorator]
-def _split_bytes(packed, HAS_INSTRUCTIONS: tl.constexpr):  # type: ignore[no-untyped-def]  # noqa: N803
+@triton.jit
+def _split_bytes(packed, HAS_INSTRUCTIONS: tl.constexpr):  # type: ignore[no-untyped-def]
     """Returns the lower and the upper four bits of bytes: in E4M3 such a byte is its number times 2**-9."""
     if HAS_INSTRUCTIONS:
         low, high = tl.inline_asm_elementwise(

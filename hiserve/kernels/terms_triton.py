@@ -109,8 +109,8 @@ def _split(scaled):  # type: ignore[no-untyped-def]
     return coarse.to(tl.int16), fine.to(tl.int16)
 
 
-@triton.jit  # type: ignore[untyped-decorator]
-def _split_kernel(x, order, codes, scales, sums, groups, GROUPS: tl.constexpr, IS_EARLY: tl.constexpr):  # type: ignore[no-untyped-def]  # noqa: N803
+@triton.jit
+def _split_kernel(x, order, codes, scales, sums, groups, GROUPS: tl.constexpr, IS_EARLY: tl.constexpr):  # type: ignore[no-untyped-def]
     """Each program splits some groups of a row."""
     row, group = tl.program_id(0), tl.program_id(1) * GROUPS + tl.arange(0, GROUPS)
     low = group[:, None] * 128 + tl.arange(0, 64)[None, :]
@@ -125,10 +125,10 @@ def _split_kernel(x, order, codes, scales, sums, groups, GROUPS: tl.constexpr, I
     _store_terms(first, second, codes, scales, sums, row, group, groups)
 
 
-@triton.jit(do_not_specialize=["eps"])  # type: ignore[untyped-decorator]
+@triton.jit(do_not_specialize=["eps"])
 def _norm_kernel(  # type: ignore[no-untyped-def]
     x, delta, bias, weight, codes, scales, sums, eps, stride, part_stride, groups,
-    NUM_PARTS: tl.constexpr, GROUPS: tl.constexpr, IS_EARLY: tl.constexpr  # noqa: N803
+    NUM_PARTS: tl.constexpr, GROUPS: tl.constexpr, IS_EARLY: tl.constexpr
 ):  # fmt: skip
     """Each program norms one row, as ``fused._norm_kernel`` does, and splits the result."""
     row, group = tl.program_id(0).to(tl.int64), tl.arange(0, GROUPS)
@@ -148,8 +148,8 @@ def _norm_kernel(  # type: ignore[no-untyped-def]
     _store_terms(low, high, codes, scales, sums, row, group, groups)
 
 
-@triton.jit  # type: ignore[untyped-decorator]
-def _add(source, delta, bias, beside, column, mask, part_stride, NUM_PARTS: tl.constexpr):  # type: ignore[no-untyped-def]  # noqa: N803
+@triton.jit
+def _add(source, delta, bias, beside, column, mask, part_stride, NUM_PARTS: tl.constexpr):  # type: ignore[no-untyped-def]
     """Returns float32 numbers of the residual stream; with a delta, it first writes the sum back."""
     value = tl.load(source, mask=mask, other=0.0).to(tl.float32)
     if delta is not None:
@@ -161,10 +161,10 @@ def _add(source, delta, bias, beside, column, mask, part_stride, NUM_PARTS: tl.c
     return value
 
 
-@triton.jit  # type: ignore[untyped-decorator]
+@triton.jit
 def _act_kernel(  # type: ignore[no-untyped-def]
     gate_up, codes, scales, sums, groups,
-    GROUPS: tl.constexpr, ACTIVATION: tl.constexpr, IS_EARLY: tl.constexpr  # noqa: N803
+    GROUPS: tl.constexpr, ACTIVATION: tl.constexpr, IS_EARLY: tl.constexpr
 ):  # fmt: skip
     """Each program computes and splits some groups of a row."""
     row, group = tl.program_id(0), tl.program_id(1) * GROUPS + tl.arange(0, GROUPS)
@@ -178,8 +178,8 @@ def _act_kernel(  # type: ignore[no-untyped-def]
     _store_terms(low, high, codes, scales, sums, row, group, groups)
 
 
-@triton.jit  # type: ignore[untyped-decorator]
-def _activated(gate, groups, mask, ACTIVATION: tl.constexpr):  # type: ignore[no-untyped-def]  # noqa: N803
+@triton.jit
+def _activated(gate, groups, mask, ACTIVATION: tl.constexpr):  # type: ignore[no-untyped-def]
     dtype: tl.constexpr = gate.dtype.element_ty
     first = tl.load(gate, mask=mask, other=0.0).to(tl.float32)
     second = tl.load(gate + groups * 128, mask=mask, other=0.0).to(tl.float32)

@@ -106,10 +106,10 @@ def _parts_of(nodes: DraftNodes) -> tuple[Tensor, ...]:
     return nodes.tokens, nodes.positions, nodes.masks, nodes.sources, nodes.candidates
 
 
-@triton.jit(do_not_specialize=["num_each", "depth"])  # type: ignore[untyped-decorator]
+@triton.jit(do_not_specialize=["num_each", "depth"])
 def _find_candidates(  # type: ignore[no-untyped-def]
     logits, noise, positions, found, num_each, depth, size, count,
-    STREAM: tl.constexpr, BLOCK: tl.constexpr, IS_EARLY: tl.constexpr  # noqa: N803
+    STREAM: tl.constexpr, BLOCK: tl.constexpr, IS_EARLY: tl.constexpr
 ):  # fmt: skip
     """Each program finds the best entries of one part of a row of logits, their maximum, and the sum of exponentials below it."""
     part, row = tl.program_id(0), tl.program_id(1).to(tl.int64)
@@ -139,10 +139,10 @@ def _find_candidates(  # type: ignore[no-untyped-def]
         is_left = is_left & (entry != first)
 
 
-@triton.jit(do_not_specialize=["num_parts", "num_each", "depth", "start", "num_candidates"])  # type: ignore[untyped-decorator]
+@triton.jit(do_not_specialize=["num_parts", "num_each", "depth", "start", "num_candidates"])
 def _grow_level(  # type: ignore[no-untyped-def]
     found, candidates, positions, before, nodes, num_parts, num_each, depth, start, num_candidates, width,
-    MAX_PARTS: tl.constexpr, MAX_VALUES: tl.constexpr, BLOCK: tl.constexpr, IS_EARLY: tl.constexpr  # noqa: N803
+    MAX_PARTS: tl.constexpr, MAX_VALUES: tl.constexpr, BLOCK: tl.constexpr, IS_EARLY: tl.constexpr
 ):  # fmt: skip
     """Each program finds the candidates of one tree's level, and the best of them."""
     number = tl.program_id(0).to(tl.int64)
@@ -178,8 +178,8 @@ def _grow_level(  # type: ignore[no-untyped-def]
         tl.store(nodes.candidates + place, start + index, mask=is_node)
 
 
-@triton.jit  # type: ignore[untyped-decorator]
-def _join_parts(found, row, num_parts, count, worth, tokens, share, MAX_PARTS: tl.constexpr, MAX_VALUES: tl.constexpr):  # type: ignore[no-untyped-def]  # noqa: N803
+@triton.jit
+def _join_parts(found, row, num_parts, count, worth, tokens, share, MAX_PARTS: tl.constexpr, MAX_VALUES: tl.constexpr):  # type: ignore[no-untyped-def]
     """Stores the best entries of all parts of a row of logits, and their probabilities times ``share``."""
     part, index = tl.arange(0, MAX_PARTS), tl.arange(0, MAX_VALUES)
     at = found.sums + (row * num_parts + part) * 2
@@ -201,8 +201,8 @@ def _join_parts(found, row, num_parts, count, worth, tokens, share, MAX_PARTS: t
         is_left = is_left & (entry != first)
 
 
-@triton.jit  # type: ignore[untyped-decorator]
-def _rank(worth, count, BLOCK: tl.constexpr):  # type: ignore[no-untyped-def]  # noqa: N803
+@triton.jit
+def _rank(worth, count, BLOCK: tl.constexpr):  # type: ignore[no-untyped-def]
     """How many of ``count`` candidates are worth more than each, or as much and come before it."""
     index, rank = tl.arange(0, BLOCK), tl.zeros([BLOCK], tl.int32)
     own = tl.load(worth + index, mask=index < count, other=-1.0)
@@ -214,11 +214,11 @@ def _rank(worth, count, BLOCK: tl.constexpr):  # type: ignore[no-untyped-def]  #
     return rank
 
 
-@triton.jit(do_not_specialize=["num_candidates", "last_start", "depth"])  # type: ignore[untyped-decorator]
+@triton.jit(do_not_specialize=["num_candidates", "last_start", "depth"])
 def _write_trees(  # type: ignore[no-untyped-def]
     candidates, rows, legal, positions, is_chain, numbers, tokens, masks, capacity, mask_stride, num_candidates,
     last_start, depth, num_nodes,
-    BLOCK: tl.constexpr, IS_EARLY: tl.constexpr  # noqa: N803
+    BLOCK: tl.constexpr, IS_EARLY: tl.constexpr
 ):  # fmt: skip
     """Each program chooses the nodes of one tree: numbers them, then follows the parents of each for its mask."""
     tree = tl.program_id(0).to(tl.int64)

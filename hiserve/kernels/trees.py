@@ -42,10 +42,10 @@ def move(storages: Sequence[Tensor], slots: Tensor, starts: Tensor, path: Tensor
         )  # fmt: skip
 
 
-@triton.jit(do_not_specialize=["sampling_rows", "num_draft", "width", "num_nodes", "max_depth"])  # type: ignore[untyped-decorator]
+@triton.jit(do_not_specialize=["sampling_rows", "num_draft", "width", "num_nodes", "max_depth"])
 def _walk_rows(  # type: ignore[no-untyped-def]
     drawn, sampling_rows, num_draft, known_len, tokens, masks, counts, path, width, capacity, num_nodes, max_depth,
-    BLOCK: tl.constexpr, IS_EARLY: tl.constexpr  # noqa: N803
+    BLOCK: tl.constexpr, IS_EARLY: tl.constexpr
 ):  # fmt: skip
     """Each program walks the tree of one row."""
     number = tl.program_id(0).to(tl.int64)
@@ -69,10 +69,10 @@ def _walk_rows(  # type: ignore[no-untyped-def]
     tl.store(counts + number, count.to(tl.int64))
 
 
-@triton.jit(do_not_specialize=["slots", "starts", "num_nodes"])  # type: ignore[untyped-decorator]
+@triton.jit(do_not_specialize=["slots", "starts", "num_nodes"])
 def _move_rows(  # type: ignore[no-untyped-def]
     rows, slots, starts, path, counts, num_slots, num_nodes,
-    SIZE: tl.constexpr, BLOCK: tl.constexpr, IS_EARLY: tl.constexpr  # noqa: N803
+    SIZE: tl.constexpr, BLOCK: tl.constexpr, IS_EARLY: tl.constexpr
 ):  # fmt: skip
     """Each program moves one plane of the nodes of one path, one after the other: a thread reads an element before it writes there."""
     number, plane = tl.program_id(0).to(tl.int64), tl.program_id(1).to(tl.int64)

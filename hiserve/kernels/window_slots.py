@@ -24,10 +24,10 @@ def slots_behind_first(source: RangeRows, kv_lens: Tensor, qo_indptr: Tensor) ->
     return slots
 
 
-@triton.jit(do_not_specialize=["table_stride", "width"])  # type: ignore[untyped-decorator]
+@triton.jit(do_not_specialize=["table_stride", "width"])
 def _list_slots(  # type: ignore[no-untyped-def]
     token_rows, kv_lens, qo_indptr, table, slots, table_stride, width,
-    WINDOW: tl.constexpr, PAGE_ROWS: tl.constexpr, BLOCK: tl.constexpr, IS_EARLY: tl.constexpr  # noqa: N803
+    WINDOW: tl.constexpr, PAGE_ROWS: tl.constexpr, BLOCK: tl.constexpr, IS_EARLY: tl.constexpr
 ):  # fmt: skip
     """Each program lists those of one token."""
     token, place = tl.program_id(0).to(tl.int64), tl.arange(0, BLOCK)

@@ -37,7 +37,9 @@ def logits_of(shape: TreeShape, vocab_size: int, generator: torch.Generator, dty
     return [2 * torch.randn((count, vocab_size), generator=generator, dtype=dtype) for count in counts]
 
 
-def grow_trees(ops: DraftOps, shape: TreeShape, logits: list[Tensor], *, is_greedy: bool, is_coarse: bool = False) -> Grown:
+def grow_trees(
+    ops: DraftOps, shape: TreeShape, logits: list[Tensor], *, is_greedy: bool, is_coarse: bool = False
+) -> Grown:
     """Grows and writes the trees of four rows; with ``is_coarse``, by worths in quarters, of which many are equal."""
     device, (rows, choice) = logits[0].device, torch.arange(8, device=logits[0].device).view(2, 4)
     nothing, masks = torch.zeros((5, 1), dtype=torch.int32), torch.zeros((5, 1 + shape.num_nodes), dtype=torch.int64)

@@ -201,3 +201,9 @@ def test_no_further_test_begins_after_as_many_failures_as_are_allowed(tmp_path: 
     later = "import time\ndef test_takes_its_time(): time.sleep(600)"
     run = run_forks(tmp_path, "-x", test_one="def test_fails(): assert False", test_two=later)
     assert run.exit_code == 1 and run.counts == {"failed": 1}
+
+
+def test_a_number_of_forks_below_none_is_refused(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    run = run_forks(tmp_path, "--forks", "-1", test_other=EXPECTED)
+    assert run.exit_code == pytest.ExitCode.USAGE_ERROR, run
+    assert "--forks is -1, at least 0" in capfd.readouterr().err
