@@ -44,9 +44,8 @@ from hiserve.bench.options import (
 )
 from hiserve.bench.plot import Plotter, draw_cache, draw_spec
 from hiserve.bench.record import about, discard_empty, prepare, raw, write
+from hiserve.bench.rehearsal import draw_rehearsed, rehearse_engines, show_rehearsed
 from hiserve.bench.rehearsal import figures_of as rehearsed_figures
-from hiserve.bench.rehearsal import rehearse_engines
-from hiserve.bench.rehearsal_report import draw_rehearsed, show_rehearsed
 from hiserve.bench.report import show_cache, show_soak, show_spec
 from hiserve.bench.soak.soak_run import soak
 from hiserve.bench.spec_run import figures_of, sweep_engines

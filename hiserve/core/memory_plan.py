@@ -16,8 +16,7 @@ from hiserve.core.memory_sizes import MemoryPlan
 from hiserve.core.packed_experts import PackedSize, unpacks_in_tiles
 from hiserve.core.step_memory import CONTEXT_BYTES, SPARE_SHARE, DraftFacts, ModelFacts, step_memory
 from hiserve.core.transfers import STAGING_BYTES
-from hiserve.core.window_pool import NO_WINDOW_POOL, WindowPool, plan_windows, rows_within
-from hiserve.core.windows import WindowLimits
+from hiserve.core.window_pool import NO_WINDOW_POOL, WindowLimits, WindowPool, plan_windows, rows_within
 from hiserve.errors import ConfigError, ResourceError
 
 # Of ``auto`` on cpu, where host and device pages share one memory: enough to survive a worker, and quickly made resident.

@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
+import dataclasses
 import logging
+import math
 import threading
+import time
+from collections.abc import Callable
 from contextlib import ExitStack
 from pathlib import Path
 
@@ -17,14 +21,14 @@ from hiserve.cache.storage.segment import Segment
 from hiserve.config.settings import Settings
 from hiserve.core.digest import chain_of
 from hiserve.core.machine import free_cuda_bytes
+from hiserve.core.request import MAX_RETAIN_S
 from hiserve.core.startup_measurements import NO_MEASUREMENTS, StartupMeasurements
-from hiserve.core.windows import WindowLimits
+from hiserve.core.window_pool import WindowLimits
 from hiserve.engine.draft_costs import measure_drafts
 from hiserve.engine.executing_half import LoadedHalf, load_half, phase
 from hiserve.engine.executor import Executor
 from hiserve.engine.grammars import GrammarRows
 from hiserve.engine.group_facts import facts_of
-from hiserve.engine.host_recovery import recover_host_pages
 from hiserve.engine.kv_event_sender import KvEventSender, open_kv_events
 from hiserve.engine.loop import Engine, EngineFacts
 from hiserve.engine.planner import Planner
@@ -45,6 +49,8 @@ logger = logging.getLogger(__name__)
 LINGER_S = 1.5  # for checksums at the end, where pages outlive the server; a supervisor waits longer
 WARM_TOKENS = 16  # of a row: a cold head attends to so many before its drafts are tried
 UPLOAD_SHARE = 4  # of the host pages, one in so many may be kept for uploads
+logger = logging.getLogger(__name__)
+TOUCH_TIMEOUT_S = 600.0
 
 
 def build_engine(
@@ -302,3 +308,33 @@ def _tier_transfers(
         if (beyond := open_beyond(settings, host, transfers)) is not None:
             undo.callback(beyond.close)
     return TierTransfers(transfers, host, beyond, linger_s=0.0 if settings.cache.host_cache_name is None else LINGER_S)
+
+
+def recover_host_pages(host: HostPool, cache: PrefixCache, clock: Callable[[], float] = time.monotonic) -> int:
+    """Inserts the valid pages of the segment into the index, once their memory is ready; other pages may follow later.
+
+    Args:
+        host: Just made; its records must not have been used.
+        cache: Just made, with no host page ready.
+        clock: Of ``Retainer``. Pages that a record retains longer than any request can ask are retained so long.
+
+    Returns:
+        Recovered pages; none where their memory cannot be had any more.
+    """
+    runs = host.recover()
+    tails = host.tails()
+    last = max(
+        (int(pages.max()) for pages in (*(run.pages for run in runs), *(tail.frames for tail in tails))), default=0
+    )
+    if runs and not host.prefault.wait(1 + last, TOUCH_TIMEOUT_S):
+        host.clear()
+        runs, tails = [], []
+    cache.grow_host(max(1, host.num_ready_pages))
+    latest_s = math.ceil(clock() + MAX_RETAIN_S)
+    num_pages = cache.recover(
+        dataclasses.replace(run, retained_until_s=min(run.retained_until_s, latest_s)) for run in runs
+    )
+    if cache.tails is not None:  # none of them is retained longer than its history
+        num_pages += cache.tails.recover(tails)
+    logger.info("adopted %d of %d pages of the host cache", num_pages, host.num_pages - 1)
+    return num_pages

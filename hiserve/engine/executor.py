@@ -16,7 +16,6 @@ from torch import Tensor
 from hiserve.core.plan import BatchPlan, Int32Array, MaskPlan, StepFault, StepResult
 from hiserve.core.step_faults import fault_of, first_line
 from hiserve.core.transfers import CopyAck, StoreEnds
-from hiserve.engine.decision_log import DecisionLog
 from hiserve.engine.step_exchanges import StepExchanges
 from hiserve.engine.step_group import StepGroup
 from hiserve.engine.tier_transfers import TierTransfers
@@ -25,7 +24,7 @@ from hiserve.ipc.cache_stats import StoreStats
 from hiserve.ipc.messages import GateCounts
 from hiserve.runners.device_rows import DeviceRows
 from hiserve.runners.dispatch import Dispatch
-from hiserve.runners.gate import Action, Decision, PendingLoads, admit
+from hiserve.runners.gate import Action, Decision, DecisionLog, PendingLoads, admit
 from hiserve.runners.step_output import DeviceOutput, Draw, LaunchedStep, read_output
 
 MAX_IN_FLIGHT = 4  # more steps than are ever between their submission and the commit of their results

@@ -22,7 +22,7 @@ from hiserve.core.plan import (
 )
 from hiserve.core.request import FinishReason
 from hiserve.core.transfers import CopyAck, StoreEnds
-from hiserve.core.windows import WindowLimits
+from hiserve.core.window_pool import WindowLimits
 from hiserve.engine.admission import Admission
 from hiserve.engine.budget import Allocation, allocate_tokens, decode_first
 from hiserve.engine.cache_counters import CacheCounters

@@ -11,7 +11,7 @@ from hiserve.cache.index.prefix_cache import Match, PrefixCache, PrefixLock
 from hiserve.core.plan import BoolArray, Int32Array, Int64Array
 from hiserve.core.request import FinishReason
 from hiserve.core.usage import SOURCES
-from hiserve.core.windows import WindowLimits
+from hiserve.core.window_pool import WindowLimits
 from hiserve.engine.budget import Allocation
 from hiserve.engine.page_tables import PageTables
 from hiserve.engine.queue import Request

@@ -36,9 +36,8 @@ from hiserve.runners.graph import GraphRunner
 from hiserve.runners.mixed import MixedRunner
 from hiserve.runners.piecewise import PiecewiseRunner
 from hiserve.runners.step_output import LogitsHead
-from hiserve.spec.head import DraftPool, HeadProposer
+from hiserve.spec.head import DraftPool, HeadProposer, TreeProposer
 from hiserve.spec.ngram import NgramProposer
-from hiserve.spec.tree_head import TreeProposer
 
 logger = logging.getLogger(__name__)
 

@@ -30,7 +30,7 @@ from hiserve.launch import Launch, prepare
 from hiserve.models.model_config import find_model
 from hiserve.scheduler.client import EngineClient
 from hiserve.server.reply.logprobs import unpack
-from hiserve.server.reply.seeds import Seeds
+from hiserve.server.reply.seals import Seeds
 from hiserve.text.body.parser import parse_prompt
 
 SAMPLING = (

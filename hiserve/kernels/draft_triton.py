@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import torch
 import triton
 import triton.language as tl
@@ -9,10 +11,9 @@ from torch import Tensor
 
 from hiserve.core.drafts import DraftLayout
 from hiserve.core.forward import ForwardInputs
-from hiserve.kernels.draft_ops import StepHiddenStates, draft_forward
-from hiserve.kernels.draft_window import draft_window, note_drafted
+from hiserve.core.plan import MAX_FOLLOWING
+from hiserve.kernels.draft_ops import DraftProgress, StepHiddenStates, draft_forward
 from hiserve.kernels.launch import await_previous, early_launch, start_next
-from hiserve.kernels.ngram_search import draft_ngrams
 from hiserve.kernels.reference import PADDING_PAGE
 from hiserve.kernels.step_inputs import put_tokens
 from hiserve.kernels.step_ops import RowTensors
@@ -33,6 +34,18 @@ _TABLE_BLOCK = 4096
 _TOKEN_BLOCK = 256
 _INPUT_WARPS = 8
 _HIDDEN_BLOCK = 2048
+# Most of these are views of one upload or of a batch, so alignment varies: do not compile a variant for each.
+_VARYING = [
+    *("rows", "first", "num", "legal", "token_rows", "offsets", "qo_indptr", "table"),
+    *("kv_lens", "input_ids", "positions", "slots", "num_rows", "num_tokens", "table_stride", "width"),
+]
+_WINDOW_VARYING = [
+    *("rows", "first", "legal", "qo_indptr", "kv_lens", "table", "left_lens", "left_table"),
+    *("table_stride", "left_stride", "width"),
+]
+_WINDOW_TABLE_BLOCK = 1024
+_NGRAM_BLOCK = 4096
+_NGRAM_WARPS = 8
 
 
 def draft_inputs(
@@ -100,13 +113,6 @@ def _check_hidden_states(step: StepHiddenStates) -> Tensor:
             f"elements {kept.stride()} and {hidden_states.stride()} apart"
         )
     return hidden_states
-
-
-# Most of these are views of one upload or of a batch, so alignment varies: do not compile a variant for each.
-_VARYING = [
-    *("rows", "first", "num", "legal", "token_rows", "offsets", "qo_indptr", "table"),
-    *("kv_lens", "input_ids", "positions", "slots", "num_rows", "num_tokens", "table_stride", "width"),
-]
 
 
 @triton.jit(do_not_specialize=_VARYING)
@@ -208,3 +214,153 @@ def _keep_hidden_states(  # type: ignore[no-untyped-def]
     value = tl.load(hidden_states + index * hidden_stride + element, mask=to_row | to_page, other=0.0)
     tl.store(last + row * last_stride + element, value, mask=to_row)
     tl.store(page_hidden + page * page_hidden_stride + element, value, mask=to_page)
+
+
+def note_drafted(step: StepHiddenStates, state: RowTensors, progress: DraftProgress) -> None:
+    _note_drafted[(step.rows.shape[0],)](
+        step.rows, step.first, step.legal, step.qo_indptr, step.page_table, state.computed_len, progress.is_drafted,
+        progress.start_page, progress.taken_len, step.page_table.stride(0), progress.is_drafted.stride(0),
+        SINK=PADDING_PAGE, PAGE_SIZE=step.page_size, BLOCK=_WINDOW_TABLE_BLOCK, **early_launch(step.rows.device),
+    )  # fmt: skip
+
+
+def draft_window(
+    rows: Tensor, first: Tensor, legal: Tensor, made: ForwardInputs, progress: DraftProgress, *, page_size: int
+) -> ForwardInputs:
+    num_rows, width = made.page_table.shape
+    left = replace(made, kv_lens=torch.empty_like(made.kv_lens), page_table=torch.empty_like(made.page_table))
+    _draft_window[(num_rows,)](
+        rows, first, legal, made.kv_lens, made.page_table, progress.start_page, left.kv_lens, left.page_table,
+        made.page_table.stride(0), left.page_table.stride(0), width,
+        PAGE_SIZE=page_size, BLOCK=_WINDOW_TABLE_BLOCK, **early_launch(rows.device),
+    )  # fmt: skip
+    return left
+
+
+@triton.jit(do_not_specialize=_WINDOW_VARYING)
+def _note_drafted(  # type: ignore[no-untyped-def]
+    rows, first, legal, qo_indptr, table, computed_len, is_drafted, start_page, taken_len, table_stride, drafted_stride,
+    SINK: tl.constexpr, PAGE_SIZE: tl.constexpr, BLOCK: tl.constexpr, IS_EARLY: tl.constexpr
+):  # fmt: skip
+    """Each program handles one row; rows that failed the check store nothing."""
+    number = tl.program_id(0).to(tl.int64)
+    start_next(IS_EARLY)
+    await_previous(IS_EARLY)
+    is_legal = tl.load(legal + number) != 0
+    row = tl.load(rows + number)
+    begin = tl.where(is_legal, tl.load(first + number), 0)
+    first_page = begin // PAGE_SIZE
+    end = begin + (tl.load(qo_indptr + number + 1) - tl.load(qo_indptr + number))
+    behind_step = tl.cdiv(end, PAGE_SIZE)
+    goes_on = tl.load(taken_len + row) == begin
+    start = tl.where(goes_on, tl.load(start_page + row), behind_step)
+    is_aligned = begin % PAGE_SIZE == 0
+    num_before = tl.where(is_aligned & is_legal, first_page, 0).to(tl.int32)
+    behind_missing = tl.zeros((BLOCK,), dtype=tl.int32)
+    for entry_block in range(0, num_before, BLOCK):
+        entry = entry_block + tl.arange(0, BLOCK)
+        is_before = entry < num_before
+        page = tl.load(table + number * table_stride + entry, mask=is_before, other=SINK).to(tl.int64)
+        flag = tl.load(is_drafted + page * drafted_stride, mask=is_before, other=1)
+        is_missing = is_before & ((flag != 1) | (page == SINK))
+        behind_missing = tl.where(is_missing, entry + 1, behind_missing)
+    start = tl.where(is_aligned, tl.max(behind_missing, 0).to(tl.int64), start)
+    start = tl.where(start > first_page, tl.maximum(start, behind_step), start)
+    computed = tl.load(computed_len + row)
+    tl.store(start_page + row, start, mask=is_legal)
+    tl.store(taken_len + row, computed, mask=is_legal)
+    from_entry = tl.maximum(start, first_page).to(tl.int32)
+    to_entry = tl.where(is_legal, computed // PAGE_SIZE, 0).to(tl.int32)
+    for entry_block in range(from_entry, to_entry, BLOCK):
+        entry = entry_block + tl.arange(0, BLOCK)
+        is_done = entry < to_entry
+        page = tl.load(table + number * table_stride + entry, mask=is_done, other=SINK).to(tl.int64)
+        tl.store(is_drafted + page * drafted_stride, 1, mask=is_done & (page != SINK))
+
+
+@triton.jit(do_not_specialize=_WINDOW_VARYING)
+def _draft_window(  # type: ignore[no-untyped-def]
+    rows, first, legal, kv_lens, table, start_page, left_lens, left_table, table_stride, left_stride, width,
+    PAGE_SIZE: tl.constexpr, BLOCK: tl.constexpr, IS_EARLY: tl.constexpr
+):  # fmt: skip
+    """Each program shifts the table of one row left."""
+    number = tl.program_id(0).to(tl.int64)
+    start_next(IS_EARLY)
+    await_previous(IS_EARLY)
+    kv_len = tl.load(kv_lens + number)
+    is_legal = tl.load(legal + number) != 0
+    begin = tl.minimum(tl.where(is_legal, tl.load(first + number), 0), kv_len - 1)
+    start = tl.load(start_page + tl.load(rows + number))
+    skipped = tl.where(is_legal, tl.minimum(start, begin // PAGE_SIZE), 0)
+    tl.store(left_lens + number, kv_len - skipped * PAGE_SIZE)
+    for entry_block in range(0, width, BLOCK):
+        entry = entry_block + tl.arange(0, BLOCK)
+        source = tl.minimum(entry + skipped, width - 1)
+        page = tl.load(table + number * table_stride + source, mask=entry < width, other=0)
+        tl.store(left_table + number * left_stride + entry, page, mask=entry < width)
+
+
+def draft_ngrams(
+    rows: Tensor,
+    state: RowTensors,
+    continuations: Tensor,
+    *,
+    num_draft: int,
+    min_ngram: int,
+    max_ngram: int,
+    max_known: int,
+) -> None:
+    row_len, num_following = state.tokens.shape[1], continuations.shape[1] - 2
+    assert num_following <= MAX_FOLLOWING, f"continuations of {num_following} tokens; the most is {MAX_FOLLOWING}"
+    assert max_known > 0 and max_ngram * row_len < 2**31, f"{max_ngram} of {row_len} tokens have no 32-bit score"
+    _draft_ngrams[(rows.shape[0],)](
+        rows, state.known_len, state.tokens, continuations, row_len, num_draft, num_following,
+        MIN_NGRAM=min_ngram, MAX_NGRAM=max_ngram, BLOCK=_NGRAM_BLOCK, DRAFT_BLOCK=triton.next_power_of_2(num_draft),
+        FOLLOW_BLOCK=MAX_FOLLOWING, num_warps=_NGRAM_WARPS, **early_launch(rows.device),
+    )  # fmt: skip
+
+
+@triton.jit(do_not_specialize=["rows", "continuations", "num_draft", "num_following"])
+def _draft_ngrams(  # type: ignore[no-untyped-def]
+    rows, known_len, tokens, continuations, row_len, num_draft, num_following,
+    MIN_NGRAM: tl.constexpr, MAX_NGRAM: tl.constexpr, BLOCK: tl.constexpr, DRAFT_BLOCK: tl.constexpr,
+    FOLLOW_BLOCK: tl.constexpr, IS_EARLY: tl.constexpr
+):  # fmt: skip
+    """Each program reads one row's known tokens once and copies what follows the best match, or its continuation's rest."""
+    start_next(IS_EARLY)
+    await_previous(IS_EARLY)
+    row = tl.load(rows + tl.program_id(0))
+    known = tl.load(known_len + row).to(tl.int32)
+    text = tokens + row * row_len
+    best = tl.full((BLOCK,), -1, tl.int32)
+    for start in range(0, known - 1, BLOCK):
+        end = start + tl.arange(0, BLOCK)
+        agrees = end < known - 1
+        num_equal = tl.zeros((BLOCK,), tl.int32)
+        for back in tl.static_range(MAX_NGRAM):
+            agrees = agrees & (end >= back)
+            wanted = tl.load(text + known - 1 - back, mask=known > back, other=0)
+            agrees = agrees & (tl.load(text + end - back, mask=agrees, other=0) == wanted)
+            num_equal += agrees.to(tl.int32)
+        # The longest match wins, and of these the latest.
+        best = tl.maximum(best, tl.where(num_equal >= MIN_NGRAM, num_equal * row_len + end, -1))
+    score = tl.max(best, 0)
+    num_agree = tl.where(score < 0, 0, score // row_len)
+    distance = tl.where(score < 0, 1, known - 1 - score % row_len)
+    # The continuation is followed where the tokens since it began are its first ones.
+    continuation = continuations + tl.program_id(0) * (2 + num_following)
+    begin, agreed = tl.load(continuation), tl.load(continuation + 1)
+    following, num_since = continuation + 2, known - begin
+    num_left = tl.where((agreed > 0) & (num_since >= 0), num_following - num_since, 0)
+    since = tl.arange(0, FOLLOW_BLOCK)
+    is_since = since < tl.where(num_left > 0, num_since, 0)
+    got = tl.load(text + begin + since, mask=is_since, other=0)
+    wanted = tl.load(following + since, mask=is_since, other=0)
+    num_left = tl.where(tl.max((got != wanted).to(tl.int32), 0) == 0, num_left, 0)
+    num_left = tl.where(agreed + num_since > num_agree, num_left, 0)
+    index = tl.arange(0, DRAFT_BLOCK)
+    num_placed = tl.where(known > 0, tl.minimum(num_draft, row_len - known), 0)
+    is_placed, is_following = index < num_placed, index < tl.minimum(num_left, num_placed)
+    draft = tl.load(text + known - distance + index % distance, mask=is_placed, other=0)
+    draft = tl.where(is_following, tl.load(following + num_since + index, mask=is_following, other=0), draft)
+    tl.store(text + known + index, draft, mask=is_placed)

@@ -22,13 +22,11 @@ from hiserve.core.plan import Int32Array
 from hiserve.core.request import Grammar, SamplingParams
 from hiserve.core.startup_measurements import StepCosts
 from hiserve.errors import ConfigError, ContextLengthError, HiserveError, RequestError, UnavailableError
-from hiserve.grammar.custom import CustomTools
-from hiserve.grammar.tools import ToolGrammars
+from hiserve.grammar.tools import CustomTools, ToolGrammars
 from hiserve.ipc.cache_stats import LOCAL_TIERS, TierName
 from hiserve.launch import prepare
-from hiserve.llm.offline_backends import InProcess, Job, OfflineBackend, Processes
+from hiserve.llm.offline_backends import BlockingVetting, InProcess, Job, OfflineBackend, Processes
 from hiserve.llm.outputs import ChoiceBuilder, RequestOutput
-from hiserve.llm.vetting import BlockingVetting
 from hiserve.text.abilities import Thinking
 from hiserve.text.body.chat import parse_chat
 from hiserve.text.body.json import check_text

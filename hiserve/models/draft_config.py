@@ -25,12 +25,13 @@ from hiserve.models.draft_formats import (
     Head,
     HeadFields,
     HeadKind,
+    has_experts_behind,
     mtp_format,
+    one_layer,
 )
 from hiserve.models.exactness import inexact_part
 from hiserve.models.family import FAMILIES
 from hiserve.models.generation_config import GenerationConfig
-from hiserve.models.head_shape import has_experts_behind, one_layer
 from hiserve.models.model_config import ModelConfig, find_model, parse_config, read_model_config
 from hiserve.models.names import bundled_prefixes
 from hiserve.models.quantized_names import kept_size

@@ -9,6 +9,7 @@ decision holds for both halves of a step that awaits masks: ``Executor`` lets no
 from __future__ import annotations
 
 from bisect import bisect_left
+from collections import Counter, deque
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field, replace
 from enum import Enum
@@ -17,6 +18,7 @@ from typing import TypeVar
 import numpy as np
 
 from hiserve.core.plan import BatchPlan
+from hiserve.ipc.messages import GateCounts
 
 
 class Action(Enum):
@@ -247,3 +249,42 @@ def _bucket(buckets: tuple[int, ...], size: int) -> int:
     """Returns the smallest bucket that holds ``size``, which is at least 1; 0 when none does."""
     index = bisect_left(buckets, size)
     return buckets[index] if size and index < len(buckets) else 0
+
+
+class DecisionLog:
+    """Decisions, which may be added in another thread than read. It touches no device.
+
+    Args:
+        max_steps: Steps that are remembered.
+    """
+
+    def __init__(self, max_steps: int) -> None:
+        self._counts: Counter[tuple[Action, Reason]] = Counter()
+        self._latest: deque[tuple[int, Decision]] = deque(maxlen=max_steps)
+
+    def add(self, step_id: int, decision: Decision) -> None:
+        """Records the decision on a step."""
+        self._counts[decision.action, decision.reason] += 1
+        self._latest.append((step_id, decision))
+
+    def counts(self) -> GateCounts:
+        """Returns decision -> reason -> steps, until now."""
+        counts: GateCounts = {}
+        for (action, reason), count in dict(self._counts).items():  # a copy: steps may run in another thread
+            counts.setdefault(action.value, {})[reason.value] = count
+        return counts
+
+    def last(self) -> tuple[int, str]:
+        """Returns the latest step, and the decision in words."""
+        if not self._latest:
+            return 0, ""
+        step_id, decision = self._latest[-1]
+        graph = f" of {decision.bucket}" if decision.bucket else ""
+        loads = f" after loads {decision.loads}" if decision.loads else ""
+        return step_id, f"{decision.action.value}{graph}: {decision.reason.value} {decision.sampling}{loads}".strip()
+
+    def of(self, step_id: int) -> tuple[str, str]:
+        """Returns the decision on one of the latest steps, and the reason; empty strings for any other."""
+        latest = dict(tuple(self._latest))  # a copy, likewise
+        decision = latest.get(step_id)
+        return ("", "") if decision is None else (decision.action.value, decision.reason.value)

@@ -24,18 +24,16 @@ from hiserve.server.http.errors import CLIENT_CLOSED_REQUEST, OPENAI, ErrorForm,
 from hiserve.server.http.tracing import Traces, open_traces
 from hiserve.server.management.admin import AdminRoutes
 from hiserve.server.management.cache import CacheRoutes
-from hiserve.server.management.dashboard import DashboardRoutes
 from hiserve.server.management.debug import DebugRoutes
 from hiserve.server.management.health import HealthRoutes
 from hiserve.server.management.openapi import Document
-from hiserve.server.management.pages import PageRoutes
+from hiserve.server.management.pages import DashboardRoutes, PageRoutes
 from hiserve.server.messages.routes import MessagesRoutes
 from hiserve.server.metrics.registry import Metrics
 from hiserve.server.openai.routes import OpenAIRoutes
 from hiserve.server.openai.tokenize import TokenRoutes
 from hiserve.server.reply.format import ServedModel
-from hiserve.server.reply.seals import Seals
-from hiserve.server.reply.seeds import Seeds
+from hiserve.server.reply.seals import Seals, Seeds
 from hiserve.server.request.body import BodyLimit, BodyReader
 from hiserve.server.responses.routes import ResponseRoutes
 from hiserve.server.responses.store import open_responses

@@ -22,8 +22,7 @@ from hiserve.server.reply.choices import Choices, generations
 from hiserve.server.reply.generation import RequestContext
 from hiserve.server.reply.logprobs import check_prompt_scores
 from hiserve.server.request.body import MAX_CHARS
-from hiserve.server.request.custom_tools import check_shown
-from hiserve.server.request.grammar_fields import Constraint, constrain, of_chat, with_budget
+from hiserve.server.request.grammar_fields import Constraint, check_shown, constrain, of_chat, with_budget
 from hiserve.server.request.sampling_fields import Limits, fit_context
 from hiserve.server.routes import FrontEnd
 from hiserve.text.abilities import Thinking

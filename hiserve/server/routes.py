@@ -20,8 +20,7 @@ from hiserve.server.http.errors import OPENAI, ErrorForm
 from hiserve.server.metrics.registry import Metrics
 from hiserve.server.reply.format import ServedModel
 from hiserve.server.reply.generation import RequestContext
-from hiserve.server.reply.seals import Seals
-from hiserve.server.reply.seeds import Seeds
+from hiserve.server.reply.seals import Seals, Seeds
 from hiserve.server.request.body import Body, BodyReader
 from hiserve.text.abilities import Abilities
 from hiserve.text.body.json import Schema

@@ -17,8 +17,8 @@ from hiserve.core.request import FinishReason
 from hiserve.engine.loop import Engine
 from hiserve.ipc.messages import Admit
 from hiserve.runners import graph
+from hiserve.runners.device_rows import MaskBuffers
 from hiserve.runners.dispatch import Dispatch
-from hiserve.runners.mask_buffers import MaskBuffers
 from tests.helpers.cache_paths import SETTINGS
 from tests.helpers.grammars import GRAMMARS, compile_first
 from tests.helpers.recorded_llm import allow_recording

@@ -17,7 +17,7 @@ from hiserve.engine.graph_check import no_sync
 from hiserve.kernels import draw, step_reference
 from hiserve.kernels.step_ops import TokenMasks
 from hiserve.runners import graph
-from hiserve.runners.mask_buffers import MaskBuffers
+from hiserve.runners.device_rows import MaskBuffers
 from tests.helpers.cache_paths import SETTINGS, pool
 from tests.helpers.cuda import decisions, news
 from tests.helpers.grammars import GRAMMARS, is_valid

@@ -9,7 +9,7 @@ import torch
 
 from hiserve import LLM, SamplingParams
 from hiserve.config.settings import TreeShape
-from hiserve.kernels import step_reference, tree_growth, tree_reference, trees
+from hiserve.kernels import step_reference, step_triton, tree_growth, tree_reference
 from tests.helpers.cache_paths import SETTINGS, check, pool
 from tests.helpers.dialogues import held_out_prompts
 from tests.helpers.grown_trees import SHAPES, grow_trees, logits_of
@@ -48,7 +48,7 @@ def test_moves_of_overlapping_paths_are_those_of_the_twin(dtype: torch.dtype) ->
     storage = torch.randint(0, 250, (32, 2, 4000, 8, 128), generator=generator).to("cuda", dtype)
     expected = storage.clone()
     step_reference.move([expected], slots, starts, path, counts)
-    trees.move([storage], slots, starts, path, counts)
+    step_triton.move([storage], slots, starts, path, counts)
     assert torch.equal(storage, expected)
 
 

@@ -12,7 +12,7 @@ from hiserve.core.plan import BatchPlan, StepResult
 from hiserve.core.request import SamplingParams
 from hiserve.core.transfers import CopyAck, PageCopy, StoreEnds
 from hiserve.core.usage import CacheUse
-from hiserve.core.windows import WindowLimits
+from hiserve.core.window_pool import WindowLimits
 from hiserve.engine.host_loads import LoadCostModel
 from hiserve.engine.loop import Engine, EngineFacts
 from hiserve.engine.planner import Planner

@@ -6,7 +6,7 @@ import itertools
 from collections.abc import Callable
 
 from hiserve.cache.index.prefix_cache import HostAdmission, PrefixCache, TailSizes
-from hiserve.core.windows import WindowLimits
+from hiserve.core.window_pool import WindowLimits
 from hiserve.engine.host_loads import LoadCostModel
 from hiserve.engine.kv_event_sender import KvEventSender
 from hiserve.engine.loop import Engine, EngineFacts, StepTimer

@@ -23,6 +23,7 @@ import numpy as np
 import pytest
 
 from hiserve.cache.index.prefix_cache import PrefixCache
+from hiserve.cache.storage.cache_identity import cache_namespace, stamps, weight_digests
 from hiserve.cache.storage.file_store import FileStore
 from hiserve.cache.storage.records import Records
 from hiserve.cache.storage.segment import Segment
@@ -34,7 +35,6 @@ from hiserve.core.resolve import resolve
 from hiserve.core.step_memory import ModelFacts, StepShape
 from hiserve.core.transfers import PageRun
 from hiserve.errors import ConfigError, ResourceError
-from hiserve.models.cache_digests import cache_namespace, stamps, weight_digests
 from tests.helpers.host import PAGE_BYTES, make_layout, store
 
 PAGE_SIZE = 4

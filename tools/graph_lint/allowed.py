@@ -99,9 +99,7 @@ ALLOWED = (
     Allowed(
         "engine/executor.py", "Executor.drafts", "*", "masks need the drafts; the forward after them runs meanwhile"
     ),
-    Allowed(
-        "runners/mask_buffers.py", "MaskBuffers.lend", "*", "pinned memory; its last copy was waited for by a draw"
-    ),
+    Allowed("runners/device_rows.py", "MaskBuffers.lend", "*", "pinned memory; its last copy was waited for by a draw"),
     Allowed(
         "engine/executor.py", "Executor._free_memory", "synchronize", "once memory has run out, when a step failed"
     ),

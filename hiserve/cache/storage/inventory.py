@@ -8,9 +8,8 @@ from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
 
-from hiserve.cache.storage.file_store import FileStore
+from hiserve.cache.storage.file_store import MARKER, FileStore
 from hiserve.cache.storage.segment import SHARED_MEMORY, SegmentLayout, segment_path, stored_layout
-from hiserve.cache.storage.store_directory import MARKER
 from hiserve.errors import ConfigError, ResourceError
 
 _PREFIX = "hiserve-"

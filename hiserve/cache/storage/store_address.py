@@ -11,10 +11,9 @@ from pathlib import Path
 from typing import Any
 from urllib.parse import SplitResult, parse_qsl, urlsplit
 
-from hiserve.cache.storage.file_store import FileStore
+from hiserve.cache.storage.file_store import MARKER, FileStore, claim
 from hiserve.cache.storage.resp import Endpoint
 from hiserve.cache.storage.store import SECRET_BYTES, PageStore, read_secret
-from hiserve.cache.storage.store_directory import MARKER, claim
 from hiserve.config.caching import Cache
 from hiserve.core.machine import GIB
 from hiserve.errors import ConfigError

@@ -1,16 +1,20 @@
-"""Two HTML pages: ``/`` shows the model and links, ``/docs`` describes every route."""
+"""HTML pages: ``/`` shows the model and links, ``/docs`` describes every route, and the dashboard is static files of the package."""
 
 from __future__ import annotations
 
+import hashlib
 import re
 from collections.abc import Callable, Iterator
 from html import escape
+from pathlib import Path
 from typing import Any
 
+from starlette.exceptions import HTTPException
 from starlette.requests import Request
 from starlette.responses import Response
 
 from hiserve import __version__
+from hiserve.config.serving import Server
 from hiserve.server.reply.format import ServedModel
 from hiserve.server.request.known_fields import IGNORED, REFUSED
 from hiserve.server.routes import Endpoint
@@ -34,6 +38,19 @@ LINKS = {
     "/v1/models": "the model",
     "/ready": "whether requests are served now",
     "/metrics": "Prometheus metrics",
+}
+DASHBOARD_FOLDER = Path(__file__).parents[1] / "dashboard"
+PAGE = "index.html"
+TYPES = {".html": "text/html", ".js": "text/javascript", ".css": "text/css", ".svg": "image/svg+xml"}
+KEY_PLACEHOLDER = b"KEY_MODE"  # in the page
+DASHBOARD_HEADERS = {
+    "content-security-policy": (
+        "default-src 'none'; script-src 'self'; style-src 'self'; connect-src 'self'; img-src 'self'; "
+        "base-uri 'none'; form-action 'none'; frame-ancestors 'none'"
+    ),
+    "x-content-type-options": "nosniff",
+    "referrer-policy": "no-referrer",
+    "cache-control": "no-cache",  # a browser asks each time; the tag answers
 }
 
 
@@ -138,3 +155,53 @@ def _is_neutral(name: str, schema: Schema, schemas: dict[str, Schema]) -> bool:
     """Whether a field is accepted only because clients of other servers send it."""
     bare = name.rpartition(".")[2]
     return bare in IGNORED or (bare in REFUSED and all("enum" in form for form in forms(schema, schemas)))
+
+
+class DashboardRoutes:
+    """The dashboard: static files, which read the routes of this server. They hold nothing of this server and need no key; the tab has the key for all that they show.
+
+    Args:
+        server: Its keys decide which key the page asks for.
+
+    Attributes:
+        paths: Paths of the files.
+    """
+
+    def __init__(self, server: Server) -> None:
+        contents = {path.name: path.read_bytes() for path in sorted(DASHBOARD_FOLDER.iterdir()) if path.suffix in TYPES}
+        contents[PAGE] = contents[PAGE].replace(KEY_PLACEHOLDER, _key_mode(server).encode())
+        self._files = {
+            name: (content, f'"{hashlib.sha256(content).hexdigest()[:32]}"') for name, content in contents.items()
+        }
+        self.paths = frozenset(f"/dashboard/{name}" for name in contents)
+
+    def routes(self) -> list[Endpoint]:
+        """Returns the routes."""
+        return [
+            Endpoint("/dashboard", self.page, "GET", media="text/html", is_public=True),
+            Endpoint("/dashboard/{file}", self.file, "GET", media="*/*", is_public=True),
+        ]
+
+    async def page(self, request: Request) -> Response:
+        """Shows the cache, the running rows, the steps and a chat, for people with a browser."""
+        return self._reply(request, PAGE)
+
+    async def file(self, request: Request) -> Response:
+        """Returns a file of the dashboard."""
+        return self._reply(request, request.path_params["file"])
+
+    def _reply(self, request: Request, name: str) -> Response:
+        if name not in self._files:
+            raise HTTPException(404)
+        content, tag = self._files[name]
+        headers = {**DASHBOARD_HEADERS, "etag": tag}
+        if tag in request.headers.get("if-none-match", ""):
+            return Response(status_code=304, headers=headers)
+        return Response(content, media_type=TYPES[Path(name).suffix], headers=headers)
+
+
+def _key_mode(server: Server) -> str:
+    """Returns which key the routes of operators need: ``none``, ``key``, or ``absent`` where no key opens them."""
+    if server.admin_api_key is None and server.api_key:
+        return "absent"
+    return "key" if server.admin_api_key is not None or server.metrics_key is not None else "none"

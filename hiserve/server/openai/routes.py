@@ -14,8 +14,7 @@ from starlette.responses import Response
 from hiserve.core.plan import Int32Array
 from hiserve.core.request import SamplingParams
 from hiserve.errors import NotFoundError
-from hiserve.grammar.custom import CustomTools
-from hiserve.grammar.tools import ToolField
+from hiserve.grammar.tools import CustomTools, ToolField
 from hiserve.scheduler.client import EngineClient
 from hiserve.server.conversations import ChatRequest, begin_reply
 from hiserve.server.http.auth import caller_of
@@ -35,8 +34,7 @@ from hiserve.server.reply.format import envelope, json_response, named_in, warne
 from hiserve.server.reply.generation import Generation, OutputDelta, RequestContext
 from hiserve.server.reply.logprobs import check_prompt_scores
 from hiserve.server.request.body import Body
-from hiserve.server.request.custom_tools import NOT_HELD
-from hiserve.server.request.grammar_fields import constrain
+from hiserve.server.request.grammar_fields import NOT_HELD, constrain
 from hiserve.server.request.resumption import Resumed, resume, resumed_tokens
 from hiserve.server.request.sampling_fields import fit_context
 from hiserve.server.routes import Endpoint, FrontEnd, context_of

@@ -12,7 +12,7 @@ from starlette.responses import Response
 
 from hiserve.config.serving import MAX_INT32
 from hiserve.errors import RequestError
-from hiserve.grammar.custom import CustomTools
+from hiserve.grammar.tools import CustomTools
 from hiserve.server.http.auth import caller_of, namespace_of
 from hiserve.server.http.streaming import cancel_on_disconnect
 from hiserve.server.reply.format import json_response

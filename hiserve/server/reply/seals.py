@@ -1,4 +1,4 @@
-"""Seals of thoughts: a reply carries the seal, a later request returns it."""
+"""Seals of thoughts, which a later request returns, and seeds of requests without one: both are made with a secret (``--seal-key``)."""
 
 from __future__ import annotations
 
@@ -6,6 +6,8 @@ import hashlib
 import hmac
 import secrets
 from base64 import urlsafe_b64decode, urlsafe_b64encode
+
+from hiserve.core.request import MAX_SEED
 
 _MAC_BYTES = 32
 
@@ -36,3 +38,24 @@ class Seals:
 
     def _code(self, raw: bytes) -> bytes:
         return hmac.digest(self._key, raw, "sha256")
+
+
+class Seeds:
+    """Draws seeds from ids of requests: a request that is sent again, to any server with the same secret, draws the same.
+
+    Args:
+        secret: ``--seal-key``; None draws one, so that seeds are those of this process alone.
+    """
+
+    def __init__(self, secret: str | None = None) -> None:
+        self._key = secrets.token_bytes(32) if secret is None else hashlib.sha256(secret.encode()).digest()
+
+    def draw(self, tag: str, choice: int) -> int:
+        """Returns a seed, evenly from 0 to ``MAX_SEED``.
+
+        Args:
+            tag: Of caller and ``x-request-id`` (``http.auth.tag_of``).
+            choice: Index of the prompt's first choice in the reply.
+        """
+        message = f"seed:{choice}:{tag}".encode(errors="surrogatepass")
+        return int.from_bytes(hashlib.blake2b(message, digest_size=8, key=self._key).digest()) & MAX_SEED

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Annotated, Any, Literal, NamedTuple
 
 import msgspec
@@ -12,6 +12,7 @@ from starlette.requests import Request
 from hiserve.core.request import Grammar, SamplingParams
 from hiserve.errors import RequestError
 from hiserve.grammar import bounds
+from hiserve.grammar.bounds import INVALID
 from hiserve.grammar.tools import ToolField, ToolGrammars, ToolSchema
 from hiserve.grammar.vet import TOO_COMPLEX, Vetting
 from hiserve.server.http.auth import caller_of
@@ -33,6 +34,7 @@ JsonSchema = Annotated[
 ]
 Refused = Annotated[Any, Meta(extra_json_schema={"const": None})]
 Choices = Annotated[list[Annotated[str, Meta(min_length=1)]], Meta(min_length=1)]
+NOT_HELD = "the model sees the grammars of these tools, but they are not held"
 
 
 class Constraint(NamedTuple):
@@ -327,3 +329,25 @@ async def constrain(
     text = " ".join("; ".join(warnings).split()).encode("ascii", "replace").decode()[:400]
     warning = f"{constraint.param} is not held in full: {text}" if text else ""
     return msgspec.structs.replace(sampling, grammar=grammar), warning
+
+
+async def check_shown(vetting: Vetting, request: Request, shown: Iterable[ToolSchema]) -> None:
+    """Checks the grammars that the model only sees; one that takes too long to hold is sound.
+
+    Args:
+        vetting: Tries them.
+        request: The request; its body must have been read.
+        shown: The grammars, as in ``CustomTools.not_held``.
+
+    Raises:
+        RequestError: One is no grammar.
+        OverloadedError: As ``Vetting.check``.
+        ClientDisconnect: The client went away.
+    """
+    for grammar, param in shown:
+        checking = vetting.check(grammar, param, caller=caller_of(request).number)
+        try:
+            await cancel_on_disconnect(request.receive, checking)
+        except RequestError as refusal:
+            if refusal.code == INVALID:
+                raise

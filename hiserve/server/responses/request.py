@@ -6,8 +6,7 @@ from collections.abc import Callable, Sequence
 from typing import Any, Literal, NamedTuple
 
 from hiserve.errors import RequestError
-from hiserve.grammar.custom import CustomTools
-from hiserve.grammar.tools import ToolField
+from hiserve.grammar.tools import CustomTools, ToolField
 from hiserve.server.responses.types import (
     ChosenTool,
     CustomFormat,

@@ -23,13 +23,22 @@ from hiserve.server.reply.choices import Choices
 from hiserve.server.reply.format import json_response, named_in, warned
 from hiserve.server.reply.logprobs import chat_logprobs
 from hiserve.server.request.body import Body
-from hiserve.server.request.custom_tools import NOT_HELD
+from hiserve.server.request.grammar_fields import NOT_HELD
 from hiserve.server.request.resumption import resume, resumed_tokens
 from hiserve.server.responses.format import ResponseWriter
-from hiserve.server.responses.items import Deleted, InputTokens, ItemList, ResponseObject
+from hiserve.server.responses.items import (
+    Deleted,
+    InputTokens,
+    ItemList,
+    ResponseObject,
+    all_items,
+    own_items,
+    references,
+    resolved,
+    with_id,
+)
 from hiserve.server.responses.request import Tools, conversation_of, read_tools
 from hiserve.server.responses.store import MAX_CHAIN_ITEMS, ResponseStore, StoredResponse, missing, missing_item
-from hiserve.server.responses.stored_items import all_items, own_items, references, resolved, with_id
 from hiserve.server.responses.types import InputFields, Item, Reasoning, ResponseOptions, TextOptions
 from hiserve.server.routes import Endpoint, FrontEnd, context_of
 from hiserve.text.body.json import check_json, check_text, decode

@@ -1,12 +1,12 @@
 """Grammars: masks, matchers, vetting."""
 
 from hiserve.engine import executor, grammar_copies, grammars, loop, planner, rows
-from hiserve.grammar import bounds, compiler, custom, matcher, regular, tagged, thoughts, tools, vet, vet_process
+from hiserve.grammar import bounds, compiler, matcher, regular, tagged, thoughts, tools, vet, vet_process
 from hiserve.kernels import draw, sampling
-from hiserve.runners import graph, mask_buffers
+from hiserve.runners import device_rows, graph
 from hiserve.sampling import params
 from hiserve.server.openai import routes
-from hiserve.server.request import custom_tools, grammar_fields
+from hiserve.server.request import grammar_fields
 from hiserve.text.reader import output
 from tests.e2e import test_grammar_halves as halves
 from tests.e2e import test_grammars as replies
@@ -67,7 +67,7 @@ with graph.GraphRunner._capture_bucket, halves.test_draws_under_grammars_are_rep
     "captured draws read no masks"
     draw(inputs, made["logits"], rows, drawing, masks)
     draw(inputs, made["logits"], rows, drawing)
-with mask_buffers.MaskBuffers.free, test_mask_buffers.test_draws_read_what_was_lent_and_all_rows_are_free_before_and_afterwards:
+with device_rows.MaskBuffers.free, test_mask_buffers.test_draws_read_what_was_lent_and_all_rows_are_free_before_and_afterwards:
     "a step without grammars draws under the masks of the step before"
     self._entries.fill_(NO_MASK)
     pass
@@ -203,15 +203,15 @@ with grammar_fields._check_schemas, test_grammar_fields.test_the_broken_one_of_m
     "each of 128 tools is tried to name the broken one, which takes 15 s"
     half = len(schemas) // 2
     half = 1
-with custom.CustomTools._regular, test_responses.test_the_rules_of_a_custom_tool_are_held_where_they_are_regular_and_counted_where_not:
+with tools.CustomTools._regular, test_responses.test_the_rules_of_a_custom_tool_are_held_where_they_are_regular_and_counted_where_not:
     "INV 76: the rules of a custom tool are shown alone"
     regular(rules)
     None
-with custom.CustomTools._regular, test_responses.test_the_rules_that_are_read_have_one_limit_for_all_tools_of_a_request:
+with tools.CustomTools._regular, test_responses.test_the_rules_that_are_read_have_one_limit_for_all_tools_of_a_request:
     "the event loop waits while the rules of 128 tools are read"
     self._num_chars + len(rules)
     len(rules)
-with custom.CustomTools.pattern, test_custom_tools.test_an_expression_that_closes_groups_of_others_is_tried_by_itself:
+with tools.CustomTools.pattern, test_custom_tools.test_an_expression_that_closes_groups_of_others_is_tried_by_itself:
     "the regular expression a)(b of a custom tool is held as ab"
     is_whole(tool.definition)
     True
@@ -235,7 +235,7 @@ with vet_process.Credit.run, test_vet.test_a_trial_yields_to_other_processes_bey
     "a grammar that takes long has the priority of the engine"
     os.setpriority(os.PRIO_PROCESS, thread.native_id, niceness)
     pass
-with custom_tools.check_shown, test_responses.test_rules_that_are_only_shown_are_refused_where_they_are_no_grammar:
+with grammar_fields.check_shown, test_responses.test_rules_that_are_only_shown_are_refused_where_they_are_no_grammar:
     "rules of a custom tool that are no grammar are shown to the model"
     refusal.code == INVALID
     False

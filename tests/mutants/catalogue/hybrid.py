@@ -3,7 +3,7 @@
 from hiserve.cache.index import prefixes, tails
 from hiserve.cache.storage import transfer
 from hiserve.core import memory_plan, window_pool
-from hiserve.engine import row_tails, row_windows, rows
+from hiserve.engine import row_tails, rows
 from hiserve.kernels import step_reference
 from hiserve.models import draft_config
 from hiserve.runners import gate
@@ -12,7 +12,7 @@ from tests.e2e import test_hybrid_reports_drafts, test_hybrid_reports_hits
 from tests.unit.core import test_hybrid_reports_sizes
 from tests.unit.kernels import test_hybrid_reports_rows
 
-with row_windows.RowWindows.admit, test_hybrid_reports_hits.test_hb_01_a_hit_reads_its_window_from_the_cache_and_from_no_row:
+with row_tails.RowWindows.admit, test_hybrid_reports_hits.test_hb_01_a_hit_reads_its_window_from_the_cache_and_from_no_row:
     "HB-01: a hit has window pages of its own, which nobody has filled"
     self._pool.hold(pages)
     pages = self._pool.allocate(np.zeros(pages.size, dtype=np.int32))
@@ -40,7 +40,7 @@ with tails.TailTiers.keep, test_hybrid_reports_hits.test_hb_07_a_long_chat_keeps
     "HB-07: the newest tail goes first"
     self.touch(tail, self._tiers.clock)
     self.touch(tail, -self._tiers.clock)
-with row_windows.RowWindows.leave, test_hybrid_reports_hits.test_hb_08_the_passing_window_of_a_long_prompt_flushes_no_cached_prefix:
+with row_tails.RowWindows.leave, test_hybrid_reports_hits.test_hb_08_the_passing_window_of_a_long_prompt_flushes_no_cached_prefix:
     "HB-08: pages behind a window stay in use"
     self._pool.drop(self.tables.pages[row, self.first[row] : first])
     pass
@@ -91,7 +91,7 @@ with (
     num_published - num_tokens // self._page_size
     num_published - num_tokens // self._page_size + 1
 with (
-    row_windows.RowWindows.leave,
+    row_tails.RowWindows.leave,
     test_hybrid_reports_hits.test_hb_21_a_prompt_far_longer_than_the_window_pages_runs_in_them_and_evicts_nothing,
 ):
     "HB-21: a row keeps all its window pages while it runs"

@@ -9,9 +9,9 @@ from hiserve.models import (
     config_fields,
     conversion,
     decoder,
+    draft_formats,
     expert_weights,
     four_bits,
-    head_shape,
     latent_attention,
     latent_config,
     model_config,
@@ -141,7 +141,7 @@ with builtin_shapes._as_asked, test_quantized_weights.test_weights_that_are_quan
     "--quantize replaces the quantization of a checkpoint"
     model.quantization is not None
     False
-with head_shape.one_layer, test_latent_heads.test_a_head_gives_the_logits_of_a_layer_of_transformers:
+with draft_formats.one_layer, test_latent_heads.test_a_head_gives_the_logits_of_a_layer_of_transformers:
     "the draft head of a model of experts has an MLP"
     keeps and has_experts_behind(model)
     False

@@ -8,10 +8,9 @@ from hiserve.server.management import admin, debug
 from hiserve.server.messages import format as messages_format
 from hiserve.server.messages import request as messages_request
 from hiserve.server.metrics import registry as metrics
-from hiserve.server.openai import custom_calls
 from hiserve.server.openai import format as openai_format
 from hiserve.server.openai import types as openai_types
-from hiserve.server.reply import blocks, choices, generation, seals, seeds
+from hiserve.server.reply import blocks, choices, generation, seals
 from hiserve.server.request import body as request_body
 from hiserve.server.request import known_fields, resumption, sampling_fields
 from hiserve.server.responses import format as responses_format
@@ -247,11 +246,11 @@ with retention.check_breakpoints, test_retention.test_more_than_four_breakpoints
     "INV 77: a request has any number of marks"
     number > MAX_BREAKPOINTS
     False
-with custom_calls.CustomEvents.read, test_custom_tools.test_the_input_of_a_custom_tool_is_streamed_for_each_choice["3"]:
+with openai_format.CustomEvents.read, test_custom_tools.test_the_input_of_a_custom_tool_is_streamed_for_each_choice["3"]:
     "a chat completion streams the arguments that the model writes for the input of a custom tool"
     event._replace(text=self._reader.push(event.text))
     event
-with custom_calls.CustomEvents.read, test_custom_tools.test_the_rest_of_an_input_comes_with_the_last_delta_where_its_call_does_not_end:
+with openai_format.CustomEvents.read, test_custom_tools.test_the_rest_of_an_input_comes_with_the_last_delta_where_its_call_does_not_end:
     "the end of an input that was cut is lost"
     is_last
     False
@@ -275,7 +274,7 @@ with openai_format.CompletionFormatter.resume, test_resumption.test_both_parts_o
     "INV 90: the places of scores begin anew after a break"
     self._logprobs[generation.choice].skip(shown.tokens)
     pass
-with seeds.Seeds.draw, test_resumption.test_requests_of_one_id_draw_one_seed_on_servers_with_one_secret:
+with seals.Seeds.draw, test_resumption.test_requests_of_one_id_draw_one_seed_on_servers_with_one_secret:
     "INV 91: whoever knows an id knows the seed"
     self._key
     bytes(32)

@@ -5,7 +5,7 @@ from hiserve.cache.storage import transfer
 from hiserve.engine import drafting, page_tables, planner, rows
 from hiserve.kernels import draft_reference, step_reference, tree_reference
 from hiserve.runners import device_rows, draft_graphs, gate, mixed, step_output
-from hiserve.spec import acceptance, adaptive, head, history, rehearsed, tree_head
+from hiserve.spec import acceptance, adaptive, head, history, rehearsed
 from tests.contract import test_attention
 from tests.e2e import (
     test_rehearsed_drafts,
@@ -140,7 +140,7 @@ with tree_reference.write_trees, test_trees.test_a_row_that_gets_a_chain_gets_th
     "drafts in trees: rows with a grammar get nodes of a tree"
     torch.where(is_chain, path[:, index.clamp(max=shape.depth - 1)], tree.drafts)
     tree.drafts
-with tree_head.TreeProposer.prepare, test_tree_head.test_drafts_are_a_chain_until_a_tree_is_written:
+with head.TreeProposer.prepare, test_tree_head.test_drafts_are_a_chain_until_a_tree_is_written:
     "drafts in trees: a chain is verified as if it were the tree before it"
     self._masks.index_copy_(0, chain.rows, self._chain.expand(chain.rows.shape[0], -1))
     pass

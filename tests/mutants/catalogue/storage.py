@@ -2,6 +2,7 @@
 
 from hiserve.cache.storage import (
     breaker,
+    cache_identity,
     file_store,
     host,
     page_tags,
@@ -10,14 +11,12 @@ from hiserve.cache.storage import (
     resp,
     segment,
     store_address,
-    store_directory,
     store_transfers,
     transfer,
     valkey_store,
 )
 from hiserve.core import machine
 from hiserve.engine import build
-from hiserve.models import cache_digests
 from tests.e2e import test_cache_identity, test_canary, test_equality_matrix
 from tests.invariants import test_reported_bugs_namespaces
 from tests.unit.engine import test_build_host
@@ -72,15 +71,15 @@ with machine._available_memory, test_reported_bugs_namespaces.test_tc_64_the_hos
     "TC-64: the memory limit of the control group is ignored"
     int(text)
     int(text) * 99
-with cache_digests._digest, test_cache_digests.test_a_small_file_is_read_whole:
+with cache_identity._digest, test_cache_digests.test_a_small_file_is_read_whole:
     "TC-71: small weight files are told apart by size and header alone"
     hasher.update(os.pread(file.fileno(), BLOCK_BYTES, start))
     pass
-with cache_digests.cache_namespace, test_reported_bugs_namespaces.test_tc_72_another_dtype_layout_or_shard_shares_nothing_of_one_store:
+with cache_identity.cache_namespace, test_reported_bugs_namespaces.test_tc_72_another_dtype_layout_or_shard_shares_nothing_of_one_store:
     "TC-72: element types share a cache namespace"
     namespace_digest(secret, shape, str(len(weights)), *weights, dtype, layout, str(page_size), shard)
     namespace_digest(secret, shape, str(len(weights)), *weights, layout, str(page_size), shard)
-with cache_digests.cache_namespace, test_cache_identity.test_a_store_gives_an_edited_model_nothing:
+with cache_identity.cache_namespace, test_cache_identity.test_a_store_gives_an_edited_model_nothing:
     "an edited config.json keeps the cache namespace"
     namespace_digest(secret, shape, str(len(weights)), *weights, dtype, layout, str(page_size), shard)
     namespace_digest(secret, str(len(weights)), *weights, dtype, layout, str(page_size), shard)
@@ -111,15 +110,15 @@ with store_address.secret_of, test_open_store.test_the_secret_of_a_directory_tha
     "a secret is written into a directory of another user"
     claim(directory)
     pass
-with store_directory.claim, test_file_store.test_a_marker_that_a_killed_process_had_begun_keeps_no_directory_from_becoming_a_store:
+with file_store.claim, test_file_store.test_a_marker_that_a_killed_process_had_begun_keeps_no_directory_from_becoming_a_store:
     "INV 31: a marker that was not finished makes its directory foreign"
     not name.startswith(f"{MARKER}.")
     True
-with store_directory.share_marker, test_file_store.test_a_store_that_is_being_deleted_is_opened_without_its_lock:
+with file_store.share_marker, test_file_store.test_a_store_that_is_being_deleted_is_opened_without_its_lock:
     "INV 31: a store that is being deleted ends the start"
     contextlib.suppress(OSError)
     contextlib.suppress()
-with store_directory.share_marker[1], test_file_store_damage.test_a_marker_that_cannot_be_opened_keeps_no_server_from_its_store:
+with file_store.share_marker[1], test_file_store_damage.test_a_marker_that_cannot_be_opened_keeps_no_server_from_its_store:
     "INV 31: a marker that cannot be opened ends the start"
     OSError
     FileExistsError

@@ -2,7 +2,7 @@
 
 from hiserve.cache.index import eviction, locks, prefixes, radix, store_sync, tiers, transfer_ops, transfers, uploads
 from hiserve.cache.storage import page_streams, transfer
-from hiserve.engine import cache_counters, host_recovery, rows, tier_transfers
+from hiserve.engine import build, cache_counters, rows, tier_transfers
 from tests.invariants import test_reported_bugs_costs, test_reported_bugs_index, test_reported_bugs_streams, test_tier_machine
 from tests.unit.cache import test_tiers, test_uploads
 from tests.unit.engine import test_build_host, test_cache_counters, test_executor_faults
@@ -129,7 +129,7 @@ with transfers.Transfers.complete, test_tiers.test_what_waited_for_the_first_pag
     "pages that waited for an offload are not among those that the device loses next"
     self._tiers.queue(_surviving(node))
     pass
-with host_recovery.recover_host_pages, test_build_host.test_no_record_retains_pages_longer_than_a_request_can_ask:
+with build.recover_host_pages, test_build_host.test_no_record_retains_pages_longer_than_a_request_can_ask:
     "INV 77: a forged record retains pages for ever"
     min(run.retained_until_s, latest_s)
     run.retained_until_s

@@ -1,10 +1,10 @@
 """Layers with a window: their pages, tails and resume points."""
 
 from hiserve.attention import reference_attention
-from hiserve.cache.index import eviction, nodes, prefixes, radix, resumable_pages, retention, tail_pool, tails, tiers, transfers
+from hiserve.cache.index import eviction, nodes, prefixes, radix, retention, tail_pool, tails, tier_pages, tiers, transfers
 from hiserve.cache.storage import cuda_transfer, host, page_streams, records, transfer
-from hiserve.core import memory_plan, window_pool, windows
-from hiserve.engine import admission, host_recovery, row_tails, row_windows
+from hiserve.core import memory_plan, window_pool
+from hiserve.engine import admission, build, row_tails
 from hiserve.kernels import step_inputs
 from hiserve.runners import device_rows, inputs
 from tests.contract import test_attention
@@ -48,7 +48,7 @@ with (
     "INV H5: layers with a window read the pages of the others"
     inputs.window_table, unread | (self._keys <= first - window)
     inputs.page_table, unread | (self._keys <= first - window)
-with row_windows.RowWindows.leave, test_windows_freed.test_tokens_depend_neither_on_freed_pages_nor_on_hits["plain-greedy"]:
+with row_tails.RowWindows.leave, test_windows_freed.test_tokens_depend_neither_on_freed_pages_nor_on_hits["plain-greedy"]:
     "INV H2: a page is given back that the next token sees"
     self._first_of(num_tokens)
     self._first_of(num_tokens) + 1
@@ -187,7 +187,7 @@ with nodes.split_tails, test_tails.test_match_is_the_deepest_resume_point_whatev
     "INV H3: the tails of the lower part of a node keep their places when it is cut"
     tail.at - upper.num_pages
     tail.at
-with row_windows.RowWindows._first_of, test_windows_freed.test_a_tail_suffices_and_one_row_less_does_not[18]:
+with row_tails.RowWindows._first_of, test_windows_freed.test_a_tail_suffices_and_one_row_less_does_not[18]:
     "INV H4: a tail lacks its first position"
     num_tokens - self._limits.window + 1
     num_tokens - self._limits.window + 5
@@ -215,7 +215,7 @@ with tails.TailTiers.leave_device, test_tails.test_match_knows_the_deepest_resum
     "INV H11: a tier still tells pages behind which it has lost the last tail"
     self._on_device.remove_tail(tail.digest)
     pass
-with resumable_pages.ResumablePages.insert, test_tails.test_match_knows_the_deepest_resume_point_of_each_tier:
+with tier_pages.ResumablePages.insert, test_tails.test_match_knows_the_deepest_resume_point_of_each_tier:
     "INV H11: pages are not told whose tail arrived first"
     digest in self._num_behind
     False
@@ -239,11 +239,11 @@ with row_tails.RowTails.release, test_host_tails.test_a_load_that_fails_is_compu
     "INV H5: a row whose load failed leaves a tail of what it has not read"
     num_pages and lock.is_whole
     num_pages
-with windows.WindowLimits.row_pages, test_window_pages.test_the_bound_of_a_row_is_attained_and_not_exceeded[4]:
+with window_pool.WindowLimits.row_pages, test_window_pages.test_the_bound_of_a_row_is_attained_and_not_exceeded[4]:
     "INV H12: the bound of a row leaves out its drafts"
     (self.depth + 1) * (self.num_draft + 1) + self.num_draft
     self.depth + 1
-with windows.WindowLimits.row_pages, test_window_admission.test_a_row_whose_state_lags_behind_its_drafts_keeps_within_its_bound["1-6"]:
+with window_pool.WindowLimits.row_pages, test_window_admission.test_a_row_whose_state_lags_behind_its_drafts_keeps_within_its_bound["1-6"]:
     "INV H12: the bound of a row leaves out the pages that it has published behind its next snapshot"
     max(1, -(-self.num_draft // self.page_size))
     1
@@ -255,11 +255,11 @@ with tail_pool.TailMemory.num_pages_in, test_window_pages.test_frames_that_are_n
     "INV H10: any number of frames is taken for a tail"
     num_frames < 0 or (num_frames and not self.frames_per_page)
     False
-with windows.WindowLimits.least_pages, test_window_pool.test_a_row_can_start_with_a_load_in_the_smallest_pool:
+with window_pool.WindowLimits.least_pages, test_window_pool.test_a_row_can_start_with_a_load_in_the_smallest_pool:
     "tails: the smallest pool has no room for a load"
     1 + self.row_pages + 1 + self.step_pages + self.tail_pages
     1 + self.row_pages + 1 + self.step_pages
-with windows.WindowLimits.step_pages, test_window_pages.test_two_rows_that_share_the_prompt_tokens_in_flight_keep_within_their_bounds:
+with window_pool.WindowLimits.step_pages, test_window_pages.test_two_rows_that_share_the_prompt_tokens_in_flight_keep_within_their_bounds:
     "INV H12: the bound of a step leaves out the prompt tokens of steps planned ahead"
     self.depth + 1
     1
@@ -276,7 +276,7 @@ with tails.TailTiers.keep, test_tails.test_a_match_from_before_a_tail_is_matched
     self._tiers.tree_epoch += 1
     pass
 with (
-    windows.WindowLimits.promised_pages,
+    window_pool.WindowLimits.promised_pages,
     test_window_pages.test_rows_whose_prompt_tokens_start_and_end_within_pages_keep_within_their_bounds,
 ):
     "INV H12: the promise to a row leaves out the page in which its prompt tokens begin"
@@ -326,7 +326,7 @@ with host.HostPool.recover, test_host_pool.test_frames_of_a_former_process_are_v
     "INV H10: frames of a former process are not verified"
     (*(run.pages for run in runs), *(tail.frames for tail in self.tails()))
     [run.pages for run in runs]
-with host_recovery.recover_host_pages, test_build_host.test_frames_of_tails_behind_their_history_are_waited_for:
+with build.recover_host_pages, test_build_host.test_frames_of_tails_behind_their_history_are_waited_for:
     "INV H10: frames are adopted before their memory is ready"
     (*(run.pages for run in runs), *(tail.frames for tail in tails))
     [run.pages for run in runs]

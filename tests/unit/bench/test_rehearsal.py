@@ -12,8 +12,7 @@ from rich.console import Console
 
 from hiserve.bench.options import RehearsalOptions, SweepOptions
 from hiserve.bench.plot import Plotter
-from hiserve.bench.rehearsal import Rehearsed, RehearsedCase, fitted, rehearse_engines
-from hiserve.bench.rehearsal_report import draw_rehearsed, show_rehearsed
+from hiserve.bench.rehearsal import Rehearsed, RehearsedCase, draw_rehearsed, fitted, rehearse_engines, show_rehearsed
 from hiserve.config.options import make_options
 from hiserve.core.usage import DraftUse
 from hiserve.errors import ConfigError

@@ -9,7 +9,7 @@ import pytest
 
 from hiserve.cache.index.nodes import Tail, make_root
 from hiserve.cache.index.tail_pool import TailMemory, TailPool, TailSizes
-from hiserve.core.windows import WindowLimits, tail_interval
+from hiserve.core.window_pool import WindowLimits, tail_interval
 
 ANY = 0
 

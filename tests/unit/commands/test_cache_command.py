@@ -8,9 +8,8 @@ from pathlib import Path
 import pytest
 
 from hiserve import cli
-from hiserve.cache.storage.file_store import FileStore
+from hiserve.cache.storage.file_store import MARKER, FileStore
 from hiserve.cache.storage.segment import Segment
-from hiserve.cache.storage.store_directory import MARKER
 from hiserve.commands import cache
 from hiserve.config.options import make_options
 from hiserve.errors import ConfigError, ResourceError

@@ -13,7 +13,7 @@ import pytest
 import pytest_asyncio
 
 from hiserve.commands import chat, serve
-from hiserve.commands.chat_stats import ReplyStats, stats_lines
+from hiserve.commands.chat import ReplyStats, stats_lines
 from hiserve.config.options import Options, make_options
 from hiserve.errors import EngineError, UnavailableError
 from tests.helpers import tiny_text

@@ -10,9 +10,8 @@ import pytest
 from rich.text import Text
 
 from hiserve import cli
-from hiserve.commands import doctor_graphs
-from hiserve.commands.doctor import show_graphs
-from hiserve.commands.doctor_graphs import Answer, judge, run_on_device
+from hiserve.commands import doctor
+from hiserve.commands.doctor import Answer, judge, run_on_device, show_graphs
 from hiserve.ipc.messages import GraphReport, StepCheck
 from tests.helpers.settings import settings_of
 from tests.helpers.waiting import PATIENCE_S
@@ -104,9 +103,9 @@ def test_what_the_other_process_says_is_passed_on_at_once(
 ) -> None:
     intro = "import sys, time; say = lambda text: print(text, file=sys.stderr, flush=True); "
     given = f"report = {msgspec.json.encode(report(READY)).decode()!r}; "
-    monkeypatch.setattr(doctor_graphs, "_COMMAND", (sys.executable, "-I", "-S", "-c", intro + given + code))
+    monkeypatch.setattr(doctor, "_GRAPHS_COMMAND", (sys.executable, "-I", "-S", "-c", intro + given + code))
     for limit_s in (1.0, 10.0, 100.0):  # in which a busy machine may not even start a process
-        monkeypatch.setattr(doctor_graphs, "TIMEOUT_S", limit_s if "3600" in code else PATIENCE_S)
+        monkeypatch.setattr(doctor, "GRAPHS_TIMEOUT_S", limit_s if "3600" in code else PATIENCE_S)
         got, said = run_on_device(ON_CPU), capsys.readouterr()
         if "compiling" in said.err or "compiling" not in code:
             break

@@ -11,8 +11,7 @@ from hiserve.config.options import DTYPE_BYTES
 from hiserve.core.kv_groups import CarriedBytes
 from hiserve.core.machine import GIB, Machine
 from hiserve.core.resolve import Resolved, resolve
-from hiserve.core.window_pool import LEAST_SLOTS, MOST_SHARE, NO_WINDOW_POOL, TAIL_TOKENS, WindowPool
-from hiserve.core.windows import WindowLimits
+from hiserve.core.window_pool import LEAST_SLOTS, MOST_SHARE, NO_WINDOW_POOL, TAIL_TOKENS, WindowLimits, WindowPool
 from tests.helpers.model_facts import LARGE
 from tests.helpers.settings import make_options
 

@@ -4,8 +4,15 @@ from __future__ import annotations
 
 import pytest
 
-from hiserve.core.window_pool import LEAST_SHARE, MOST_SHARE, NO_WINDOW_POOL, TAIL_TOKENS, WindowPool, plan_windows
-from hiserve.core.windows import WindowLimits
+from hiserve.core.window_pool import (
+    LEAST_SHARE,
+    MOST_SHARE,
+    NO_WINDOW_POOL,
+    TAIL_TOKENS,
+    WindowLimits,
+    WindowPool,
+    plan_windows,
+)
 from hiserve.errors import ConfigError, ResourceError
 
 LIMITS = WindowLimits(window=128, page_size=16, num_draft=3, depth=1, max_batched_tokens=512)

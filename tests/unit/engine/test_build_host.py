@@ -30,8 +30,7 @@ from hiserve.core.request import MAX_RETAIN_S
 from hiserve.core.startup_measurements import NO_MEASUREMENTS
 from hiserve.core.transfers import CopyAck, PageCopy, TailImage
 from hiserve.engine import runner_factory, worker
-from hiserve.engine.build import build_engine
-from hiserve.engine.host_recovery import recover_host_pages
+from hiserve.engine.build import build_engine, recover_host_pages
 from hiserve.engine.tier_transfers import TierTransfers
 from hiserve.errors import ConfigError
 from hiserve.models.model_config import find_model

@@ -22,7 +22,7 @@ from hiserve.errors import GrammarLimitError, RequestError, to_error
 from hiserve.grammar import compiler
 from hiserve.grammar.compiler import Compiler
 from hiserve.grammar.matcher import Matcher, MatcherThreads, Vocabulary
-from hiserve.llm.vetting import BlockingVetting
+from hiserve.llm.offline_backends import BlockingVetting
 from tests.helpers.cache_paths import SETTINGS
 from tests.helpers.grammars import GRAMMARS, nano_tokenizer, nano_vocabulary
 from tests.helpers.tiered import engine_of

@@ -13,7 +13,7 @@ from hiserve.core.plan import NO_SNAPSHOTS, BatchPlan
 from hiserve.core.request import SamplingParams
 from hiserve.core.transfers import CopyKind
 from hiserve.core.usage import CacheUse
-from hiserve.core.windows import WindowLimits
+from hiserve.core.window_pool import WindowLimits
 from hiserve.engine.loop import Engine
 from hiserve.ipc.messages import Admit
 from tests.helpers.copying import add, copying_engine, run

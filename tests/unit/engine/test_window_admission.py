@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from hiserve.cache.index.prefix_cache import Tier
-from hiserve.core.windows import WindowLimits
+from hiserve.core.window_pool import WindowLimits
 from tests.helpers.copying import add, copying_engine, run
 from tests.helpers.echo import oracle
 from tests.helpers.steps import Steps

@@ -18,13 +18,13 @@ from tests.helpers.step_cases import copied, tensors_of
 NUM_CASES = 100
 PROGRAM = """
 import torch
-from hiserve.kernels import draft_triton, draft_reference, draft_window
+from hiserve.kernels import draft_triton, draft_reference
 from tests.helpers.draft_cases import draft_case
 
 torch.set_num_threads(1)
 
 generator = torch.Generator().manual_seed(SEED)
-draft_window._TABLE_BLOCK = 2
+draft_triton._WINDOW_TABLE_BLOCK = 2
 draft_triton._TABLE_BLOCK, draft_triton._TOKEN_BLOCK, draft_triton._HIDDEN_BLOCK = 2, 32, 2
 for number in range(NUM_CASES):
     case = draft_case(generator)

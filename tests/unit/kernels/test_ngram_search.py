@@ -15,13 +15,13 @@ from tests.helpers.interpreted import run_interpreted
 NUM_CASES = 150
 PROGRAM = """
 import torch
-from hiserve.kernels import draft_reference, ngram_search
+from hiserve.kernels import draft_reference, draft_triton
 from tests.helpers.draft_cases import continuations_of, repeating_state
 from tests.helpers.step_cases import copied
 
 torch.set_num_threads(1)
 generator = torch.Generator().manual_seed(SEED)
-ngram_search._BLOCK = 4
+draft_triton._NGRAM_BLOCK = 4
 num_followed = 0
 for number in range(NUM_CASES):
     row_len = 9 + number % 4
@@ -31,7 +31,7 @@ for number in range(NUM_CASES):
     rows = torch.tensor([0, *(torch.randperm(8, generator=generator) + 1).tolist(), 0])
     continuations = continuations_of(generator, rows, ours, number % 7)
     sizes = dict(num_draft=1 + number % 5, min_ngram=1 + number % 2, max_ngram=2 + number % 3, max_known=row_len)
-    ngram_search.draft_ngrams(rows, ours, continuations, **sizes)
+    draft_triton.draft_ngrams(rows, ours, continuations, **sizes)
     draft_reference.draft_ngrams(rows, theirs, continuations, **sizes)
     assert torch.equal(ours.tokens, theirs.tokens), (number, sizes, continuations, ours.tokens, theirs.tokens)
     num_followed += int((ours.tokens >= 1000).sum())
@@ -130,11 +130,11 @@ def test_triton_writes_the_drafts_that_the_twin_writes(seed: int) -> None:
 def test_triton_refuses_continuations_that_are_longer_than_its_block() -> None:
     program = """
     import torch
-    from hiserve.kernels import ngram_search
+    from hiserve.kernels import draft_triton
     from tests.helpers.draft_cases import repeating_state
     state = repeating_state(torch.Generator(), 16, [0, 4], 2)
     rows, continuations = torch.tensor([1]), torch.zeros((1, 2 + LONG), dtype=torch.int32)
-    ngram_search.draft_ngrams(rows, state, continuations, num_draft=1, min_ngram=1, max_ngram=3, max_known=4)
+    draft_triton.draft_ngrams(rows, state, continuations, num_draft=1, min_ngram=1, max_ngram=3, max_known=4)
     """.replace("LONG", str(MAX_FOLLOWING + 1)).replace("\n    ", "\n")
     with pytest.raises(AssertionError, match=f"continuations of {MAX_FOLLOWING + 1} tokens"):
         run_interpreted(program)

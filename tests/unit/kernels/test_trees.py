@@ -16,13 +16,13 @@ from tests.helpers.step_cases import StepCase, random_case, with_trees
 
 PROGRAM = """
 import torch
-from hiserve.kernels import step_inputs, step_reference, step_triton, tree_growth, tree_reference, trees
+from hiserve.kernels import step_inputs, step_reference, step_triton, tree_growth, tree_reference
 from tests.helpers.grown_trees import SHAPES, grow_trees, logits_of
 from tests.helpers.step_cases import filled, random_case, with_trees
 
 torch.set_num_threads(1)
 generator = torch.Generator().manual_seed(7)
-step_inputs._TOKEN_BLOCK, trees._MOVE_BLOCK = 32, 8
+step_inputs._TOKEN_BLOCK, step_triton._MOVE_BLOCK = 32, 8
 num_cases = num_walked = 0
 while num_cases < 12:
     case = with_trees(generator, random_case(generator))

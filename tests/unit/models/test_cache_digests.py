@@ -12,9 +12,9 @@ from typing import Any
 import msgspec
 import pytest
 
+from hiserve.cache.storage.cache_identity import BLOCK_BYTES, NUM_BLOCKS, shape_digest, stamps, weight_digests
 from hiserve.config.options import make_options
 from hiserve.errors import ModelError
-from hiserve.models.cache_digests import BLOCK_BYTES, NUM_BLOCKS, shape_digest, stamps, weight_digests
 from hiserve.models.draft_config import DraftKind, find_draft
 from hiserve.models.model_config import find_model, read_model_config
 from tests.helpers.settings import namespace_of
@@ -63,7 +63,7 @@ def test_an_edited_config_is_another_cache(folder: Path, change: dict[str, Any])
 
 def test_pages_of_another_layout_are_another_cache(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     before = named(folder)
-    monkeypatch.setattr("hiserve.models.cache_digests.LAYOUT_VERSION", "another")
+    monkeypatch.setattr("hiserve.cache.storage.cache_identity.LAYOUT_VERSION", "another")
     assert named(folder) != before
 
 
@@ -147,7 +147,7 @@ def test_of_a_large_file_header_size_and_64_blocks_are_read(tmp_path: Path, monk
     header = b'{"t":{"dtype":"U8","shape":[9],"data_offsets":[0,9]}}'
     path.write_bytes(len(header).to_bytes(8, "little") + header)
     os.truncate(path, 1 << 30)  # a hole
-    monkeypatch.setattr("hiserve.models.cache_digests.os.pread", read)
+    monkeypatch.setattr("hiserve.cache.storage.cache_identity.os.pread", read)
     before = digest_of(tmp_path)
     assert len(reads) == NUM_BLOCKS
     assert sum(num_bytes for _, num_bytes in reads) == 4 << 20

@@ -12,6 +12,7 @@ import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
+from hiserve.cache.storage.cache_identity import shape_digest
 from hiserve.config.options import make_options
 from hiserve.core.quantization import QuantSpec
 from hiserve.core.resolve import resolve
@@ -19,7 +20,6 @@ from hiserve.errors import ConfigError, ModelError
 from hiserve.kernels.quantized import QuantizedWeight, dequantize, quantize
 from hiserve.models import staging
 from hiserve.models.builtin_shapes import read_model
-from hiserve.models.cache_digests import shape_digest
 from hiserve.models.compressed_names import table_of
 from hiserve.models.draft_config import model_facts
 from hiserve.models.model_config import read_model_config

@@ -8,7 +8,7 @@ import torch
 
 from hiserve.core.plan import NO_MASK, MaskPlan
 from hiserve.kernels import step_reference
-from hiserve.runners.mask_buffers import MaskBuffers
+from hiserve.runners.device_rows import MaskBuffers
 
 NUM_ENTRIES, VOCAB_SIZE = 6, 70
 

@@ -9,7 +9,7 @@ import pytest
 
 from hiserve.core.request import Grammar
 from hiserve.errors import RequestError
-from hiserve.server.openai.custom_calls import CustomEvents
+from hiserve.server.openai.format import CustomEvents
 from hiserve.text.reader.buffer import Event, Kind
 from tests.unit.server.tool_replies import ARGUMENTS, CALL, SOURCE, TOOL, USER, Trusting, client_of, script, serving
 

@@ -8,12 +8,14 @@ from typing import Any
 
 import pytest
 
-from hiserve.server.management.dashboard import FOLDER
+from hiserve.server.management.pages import DASHBOARD_FOLDER
 from tests.helpers.fake_engine_client import FakeEngineClient
 from tests.unit.server.conftest import Server, make_server
 
 MOST_BYTES = 150_000
-OURS = sorted(path for path in FOLDER.iterdir() if path.suffix in (".js", ".css", ".html") and "uPlot" not in path.name)
+OURS = sorted(
+    path for path in DASHBOARD_FOLDER.iterdir() if path.suffix in (".js", ".css", ".html") and "uPlot" not in path.name
+)
 
 
 def made(**settings: Any) -> Server:
@@ -39,8 +41,8 @@ async def test_the_page_and_all_that_it_names_are_served_with_a_strict_policy(se
 
 
 def test_the_files_are_small_and_the_library_has_its_licence() -> None:
-    assert sum(path.stat().st_size for path in FOLDER.iterdir()) <= MOST_BYTES
-    assert "MIT" in (FOLDER / "uPlot.LICENSE").read_text()
+    assert sum(path.stat().st_size for path in DASHBOARD_FOLDER.iterdir()) <= MOST_BYTES
+    assert "MIT" in (DASHBOARD_FOLDER / "uPlot.LICENSE").read_text()
 
 
 @pytest.mark.parametrize("path", OURS, ids=lambda path: path.name)

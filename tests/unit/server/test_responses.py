@@ -14,7 +14,7 @@ import pytest
 
 from hiserve.core.request import FinishReason, Grammar
 from hiserve.errors import EngineError, RequestError
-from hiserve.grammar import custom
+from hiserve.grammar import tools as tool_grammars
 from hiserve.server import conversations
 from hiserve.server.responses import routes as responses
 from hiserve.server.responses.request import conversation_of, read_tools
@@ -242,7 +242,7 @@ async def test_the_rules_that_are_read_have_one_limit_for_all_tools_of_a_request
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     form = PATCH["format"] | {"definition": 'start: "up" | "down"'}
-    monkeypatch.setattr(custom, "MAX_CHARS", 2 * len(form["definition"]) - 1)
+    monkeypatch.setattr(tool_grammars, "MAX_CHARS", 2 * len(form["definition"]) - 1)
     tools = [{**PATCH, "name": name, "format": form} for name in ("first", "second")]
     async with serving(TWO, vetting=Trusting(), template=SOURCE) as server:
         one = await server.post("/v1/responses", {"input": "Hi", "tools": tools[:1]})

@@ -9,9 +9,8 @@ import numpy as np
 import pytest
 
 from hiserve.core.startup_measurements import StepCosts
-from hiserve.spec import cold
-from hiserve.spec.adaptive import DraftController
-from hiserve.spec.cold import COLD_AFTER, TRIAL_SHARE, HeadSchedule, Phase
+from hiserve.spec import adaptive
+from hiserve.spec.adaptive import COLD_AFTER, TRIAL_SHARE, DraftController, HeadSchedule, Phase
 from tests.helpers.step_costs import step_costs
 
 K, CONTEXT, WARM_STEPS = 5, 500.0, 32
@@ -118,7 +117,7 @@ def test_it_comes_back_where_drafts_are_accepted_again(rows: int, depth: int) ->
 
 
 def test_it_never_comes_back_without_trials(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(cold, "TRIAL_SHARE", 0.0)
+    monkeypatch.setattr(adaptive, "TRIAL_SHARE", 0.0)
     run = Run(device(0.05))
     run.serve(600, 1, NEVER)
     run.serve(3000, 1, GOOD)
@@ -200,7 +199,7 @@ def test_the_price_of_a_trial_is_what_its_steps_cost(rows: int) -> None:
     while (phase := schedule.advance()) is not Phase.WARM:
         cost += draft_share if phase is Phase.TRIAL else update_share
         num_tried += rows * (phase is Phase.TRIAL)
-    assert num_tried >= cold.TRIAL_ROWS
+    assert num_tried >= adaptive.TRIAL_ROWS
     assert cost == pytest.approx(price)
     assert num_saved * TRIAL_SHARE == pytest.approx(cost, abs=2 * TRIAL_SHARE)
 

@@ -12,8 +12,7 @@ from hiserve.config.settings import TreeShape
 from hiserve.core.drafts import DraftChain, DraftLayout
 from hiserve.kernels.draft_ops import DraftNodes, draft_ops_for
 from hiserve.runners.device_rows import DeviceRows
-from hiserve.spec.head import HeadProposer
-from hiserve.spec.tree_head import TreeProposer
+from hiserve.spec.head import HeadProposer, TreeProposer
 
 MAX_LEN, VOCAB, FREE = 20, 50, -7
 SHAPES = {"branched": (2, 3, 7), "chain": (1, 4, 5), "few_of_one_level": (4, 1, 3)}

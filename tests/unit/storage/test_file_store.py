@@ -18,9 +18,8 @@ from pathlib import Path
 import pytest
 
 from hiserve.cache.storage import file_store
-from hiserve.cache.storage.file_store import PAUSE_S, FileStore
+from hiserve.cache.storage.file_store import MARKER, MARKER_TEXT, PAUSE_S, FileStore
 from hiserve.cache.storage.store import HEADER_BYTES
-from hiserve.cache.storage.store_directory import MARKER, MARKER_TEXT
 from hiserve.errors import ConfigError
 from hiserve.ipc.cache_stats import StoreStats
 from tests.helpers.host import make_keys

@@ -12,9 +12,8 @@ from pathlib import Path
 import pytest
 
 from hiserve.cache.storage import file_store
-from hiserve.cache.storage.file_store import FileStore
+from hiserve.cache.storage.file_store import MARKER, FileStore
 from hiserve.cache.storage.store import HEADER_BYTES
-from hiserve.cache.storage.store_directory import MARKER
 from tests.helpers.host import make_keys
 from tests.helpers.stores import KEYS, PLENTY, blanks, flip, pages, path_of
 from tests.helpers.waiting import PATIENCE_S

@@ -7,10 +7,9 @@ from pathlib import Path
 import pytest
 
 from hiserve.cache.storage.cache_identity import server_secret
-from hiserve.cache.storage.file_store import FileStore
+from hiserve.cache.storage.file_store import MARKER, FileStore
 from hiserve.cache.storage.resp import Endpoint
 from hiserve.cache.storage.store_address import endpoints_of, open_store, secret_of
-from hiserve.cache.storage.store_directory import MARKER
 from hiserve.cache.storage.valkey_store import ValkeyStore
 from hiserve.config.options import make_options
 from hiserve.errors import ConfigError
