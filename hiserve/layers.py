@@ -108,20 +108,6 @@ class Linear:
         return self._ops.act_inputs(self(x), activation, reader)
 
 
-@dataclass(frozen=True, slots=True, eq=False)
-class OutputHead:
-    """States to logits. A rank of a group computes those of its tokens, and has all of them afterwards."""
-
-    linear: Linear
-    vocab_size: int
-    exchange: Exchange | None = None  # None has all tokens
-
-    def __call__(self, states: Tensor) -> Tensor:
-        """Maps ``[T, hidden_size]`` to ``[T, vocab_size]``."""
-        logits = self.linear(states)
-        return logits if self.exchange is None else self.exchange.gather_columns(logits, self.vocab_size)
-
-
 def can_pack(weight: Tensor) -> bool:
     """Whether products with a weight are faster packed, and this build of torch can pack it."""
     has_onednn: bool = torch.backends.mkldnn.is_available()  # type: ignore[no-untyped-call]

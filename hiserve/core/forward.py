@@ -206,7 +206,7 @@ class ForwardOutputs:
     """The result of a forward pass.
 
     Attributes:
-        logits: ``[N, vocab_size]``, the model's dtype, on the device.
+        logits: ``[N, vocab_size]``, of a rank of a group those of its tokens; the model's dtype, on the device.
         hidden_states: ``[T, n]``, outputs of the model's ``aux_layers``, likewise; None without them.
     """
 

@@ -58,18 +58,19 @@ class Collectives:
             self._all_reduce(x)
         return x
 
+    def gather(self, x: Tensor) -> Tensor:
+        if self._is_paused or not x.numel():
+            return x.expand(self.shard.size, -1, -1).contiguous()
+        x, parts = x.contiguous(), x.new_empty((self.shard.size * x.shape[0], x.shape[1]))
+        self._note(Exchanged("gather", x.shape[0], x.shape[1], x.dtype))  # no memory may run out from here on
+        self._all_gather(parts, x)
+        return parts.view(self.shard.size, *x.shape)
+
     def gather_columns(self, x: Tensor, size: int) -> Tensor:
         share = self.shard.token_share(size)
-        if not x.shape[0]:
-            return x.new_empty((0, size))
         if x.shape[1] < share:
             x = F.pad(x, (0, share - x.shape[1]), value=-torch.inf)
-        parts = x.new_empty((self.shard.size * x.shape[0], share))
-        if not self._is_paused:
-            x = x.contiguous()
-            self._note(Exchanged("gather", x.shape[0], size, x.dtype))
-            self._all_gather(parts, x)
-        return parts.view(self.shard.size, -1, share).transpose(0, 1).reshape(x.shape[0], -1)[:, :size]
+        return self.gather(x).transpose(0, 1).reshape(x.shape[0], self.shard.size * share)[:, :size]
 
     def expect(self, exchanges: Sequence[Exchanged] | None) -> None:
         assert not self._left, f"{len(self._left)} exchanges were not issued, first {self._left[0]}"
@@ -78,11 +79,11 @@ class Collectives:
     def finish(self) -> None:
         while self._left:
             kind, rows, columns, dtype = self._left[0]
+            zeros = torch.zeros((rows, columns), dtype=dtype, device=self._device)
             if kind == "sum":
-                self.sum(torch.zeros((rows, columns), dtype=dtype, device=self._device))
+                self.sum(zeros)
             else:
-                begin, end = self.shard.tokens(columns)
-                self.gather_columns(torch.zeros((rows, end - begin), dtype=dtype, device=self._device), columns)
+                self.gather(zeros)
 
     def begin_graph(self) -> None:
         self._recorded = []

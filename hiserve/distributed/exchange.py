@@ -17,7 +17,7 @@ class Exchanged(NamedTuple):
 
     kind: Literal["sum", "gather"]
     rows: int
-    columns: int  # of the sum; of all that is gathered
+    columns: int  # of each rank's part
     dtype: torch.dtype
 
 
@@ -35,6 +35,9 @@ class Exchange(Protocol):
     def sum(self, x: Tensor) -> Tensor:
         """Returns the sum of all ranks' ``x``, which is overwritten."""
 
+    def gather(self, x: Tensor) -> Tensor:
+        """Returns all ranks' ``x``, ``[T, n]``, in their order: ``[size, T, n]``."""
+
     def gather_columns(self, x: Tensor, size: int) -> Tensor:
         """Returns ``[T, size]`` of all ranks' columns ``[T, n]``: the rank's tokens of a vocabulary of ``size``, as ``Shard.tokens`` says."""
 
@@ -45,7 +48,7 @@ class Exchange(Protocol):
         """Issues the expected exchanges that are left, of zeros: their results are undefined on every rank."""
 
     def paused(self) -> AbstractContextManager[None]:
-        """Within, nothing is exchanged, and results are undefined: for steps that not all ranks run, as they only compile kernels."""
+        """Within, nothing is exchanged, and results are undefined, but such as this rank alone might have: for steps that not all ranks run, as they only compile kernels."""
 
     def begin_graph(self) -> None:
         """Begins to note exchanges: a graph is captured, which holds them."""

@@ -162,8 +162,8 @@ def _compose(
 def _executor(
     runners: Dispatch, half: LoadedHalf, tier_transfers: TierTransfers | None, ranks: Ranks | None, *, threaded: bool
 ) -> Executor:
-    exchange = half.model.exchange
-    exchanges = None if exchange is None else StepExchanges(exchange, half.model, half.head, runners)
+    shares = half.rows.shares
+    exchanges = None if shares is None else StepExchanges(shares, half.model, half.head, runners)
     return Executor(
         runners, half.rows, threaded=threaded, tier_transfers=tier_transfers, group=ranks, exchanges=exchanges
     )

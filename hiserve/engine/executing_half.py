@@ -80,7 +80,7 @@ def load_half(settings: Settings, startup_s: dict[str, float], exchange: Exchang
     with phase(startup_s, "allocate pool"), _memory_error_as_advice(num_pages):
         sizes = settings.cache.window_pages, max_rows + 1, max(1, settings.cache.snapshot_slots)
         pool = DevicePool(groups, num_pages, page_size, settings.model.device, *sizes)
-        rows = _device_rows(settings, config, pool)
+        rows = _device_rows(settings, config, pool, exchange)
     check_unchanged(settings, folder, whole, whole_draft)
     return LoadedHalf(folder, config, draft, groups, model, head, pool, rows)
 
@@ -94,7 +94,9 @@ def _check_capability(settings: Settings, capability: tuple[int, int]) -> None:
         )
 
 
-def _device_rows(settings: Settings, model_config: ModelConfig, pool: DevicePool) -> DeviceRows:
+def _device_rows(
+    settings: Settings, model_config: ModelConfig, pool: DevicePool, exchange: Exchange | None
+) -> DeviceRows:
     return DeviceRows(
         settings.scheduler.max_running_requests,
         settings.model.max_model_len,
@@ -109,6 +111,7 @@ def _device_rows(settings: Settings, model_config: ModelConfig, pool: DevicePool
         carried=tuple(pool.carried.values()),
         max_depth=settings.spec.max_depth,
         storages=_moved_storages(settings, model_config, pool),
+        exchange=exchange,
     )
 
 

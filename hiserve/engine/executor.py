@@ -202,15 +202,15 @@ class Executor:
         else:
             return self._join(plan, done) if isinstance(done, StepResult) else done
         # The error is gone, and with it the tensors of its frames. Launched work may still run: copies come after it.
-        self._abandon(plan, owes_drafts=work != self._launch_forward)
+        self._abandon(is_half=work == self._launch_forward)
         return self._failed(plan, fault)
 
-    def _abandon(self, plan: BatchPlan, *, owes_drafts: bool = True) -> None:
+    def _abandon(self, *, is_half: bool = False) -> None:
         """Issues the exchanges that are left of a step that failed here."""
         if self._exchanges is not None:
             with self._launching():
                 self._free_memory()  # for them
-                self._exchanges.abandon(plan, owes_drafts=owes_drafts)
+                self._exchanges.abandon(is_half=is_half)
 
     def _join(self, plan: BatchPlan, result: StepResult) -> StepResult:
         """Returns the result of a step, or that it failed on another rank, where its rows are undefined then."""
@@ -240,10 +240,12 @@ class Executor:
             self._group.draw(plan.step_id, masks)
         if (over := forward.result()) is not None:
             if over.fault is not None:
-                self._abandon(plan)
+                self._abandon()
             return over
         half, self._half = self._half, None
         assert half is not None, f"step {plan.step_id} has no forward to draw from"
+        if self._exchanges is not None and not isinstance(half, DeviceOutput):
+            self._exchanges.begin_next()
         with self._launching():
             if masks is None:
                 return self._finish(plan, *_drawn(half, is_masked=False))
@@ -333,7 +335,7 @@ class Executor:
     def _propose(self, plan: BatchPlan, launched_step: LaunchedStep | None) -> None:
         if launched_step is not None:
             if self._exchanges is not None:
-                self._exchanges.begin_drafts(plan)
+                self._exchanges.begin_next()
             self._runners.propose(plan, launched_step)
             if plan.awaits_masks and plan.num_propose:  # the next masks of a row depend on its drafts
                 self._rows.copy_drafts(self._drafts)

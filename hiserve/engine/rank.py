@@ -281,7 +281,8 @@ def _build(setup: Setup, exchange: Exchange, follower: Follower) -> tuple[Execut
     if host is not None:
         transfers = make_transfers(settings.model.device, half.pool, host)
         tiers = TierTransfers(transfers, host, open_beyond(settings, host, transfers, setup.rank))
-    exchanges = StepExchanges(exchange, half.model, half.head, runners)
+    assert half.rows.shares is not None, f"rank {setup.rank} has the logits of all tokens"
+    exchanges = StepExchanges(half.rows.shares, half.model, half.head, runners)
     executor = Executor(runners, half.rows, tier_transfers=tiers, group=follower, exchanges=exchanges)
     follower.say(RankReady(runners.coverage))
     return executor, 0 if host is None else host.num_pages

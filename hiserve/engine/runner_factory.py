@@ -6,6 +6,7 @@ import logging
 import time
 from collections.abc import Callable, Sequence
 from contextlib import nullcontext
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -36,6 +37,7 @@ from hiserve.runners.graph import GraphRunner
 from hiserve.runners.mixed import MixedRunner
 from hiserve.runners.piecewise import PiecewiseRunner
 from hiserve.runners.step_output import LogitsHead
+from hiserve.sampling.logit_shares import DrawOps
 from hiserve.spec.head import DraftPool, HeadProposer, TreeProposer
 from hiserve.spec.ngram import NgramProposer
 
@@ -199,6 +201,9 @@ def open_proposer(
     (of_pages,) = pool.layers("boundary")
     boundary, flags = (each.view(rows.num_pages, -1) for each in (of_pages.k, of_pages.v))
     rows.is_drafted = flags[:, 0]
+    draw_ops: DrawOps = rows.draw_ops
+    if rows.shares is not None and head.is_spread:
+        draw_ops = replace(rows.shares, first=0)
     proposer = HeadProposer(
         head,
         DraftPool(
@@ -211,7 +216,7 @@ def open_proposer(
         _draft_attention(settings, draft, head.sinks, rows),
         rows.state,
         rows.sampling,
-        rows.ops,
+        draw_ops,
         ops,
     )
     if not settings.spec.trees:

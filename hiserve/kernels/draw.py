@@ -11,7 +11,7 @@ import triton.language as tl
 from torch import Tensor
 
 from hiserve.kernels.launch import await_previous, early_launch, start_next
-from hiserve.kernels.step_ops import TokenMasks
+from hiserve.kernels.step_ops import FreeDraws, TokenMasks
 from hiserve.kernels.step_reference import SAMPLE_STREAM
 
 _PLAIN_BLOCK = 4096
@@ -22,7 +22,7 @@ _MAX_PROGRAMS = 1024  # about as many as a large device runs at once
 
 def greedy(logits: Tensor, masks: TokenMasks | None = None) -> Tensor:
     """Returns the largest allowed entry of each row of ``[S, vocab_size]``, int64 ``[S]``; of equal ones the lowest."""
-    values, entries = _best_of_parts(logits, masks)
+    values, entries = best_of_parts(logits, masks)
     return _join(values, entries, logits.shape[1])
 
 
@@ -36,28 +36,37 @@ def draw_free(
     masks: TokenMasks | None = None,
 ) -> Tensor:
     """Draws from all allowed tokens, in three launches: maximum, noise, join. See ``StepOps``."""
-    maxima, _ = _best_of_parts(logits, masks)
-    num_rows, size = logits.shape
-    values, entries, num_blocks = _new_parts(logits, _NOISY_BLOCK)
-    _find_drawn[(values.shape[1], num_rows)](
-        logits, maxima, temperature, seed, choice, position, is_drawn, *_columns(masks), values, entries,
-        logits.stride(0), size, num_blocks, maxima.shape[1],
-        TINY=torch.finfo(values.dtype).tiny, STREAM=SAMPLE_STREAM, MAX_PARTS=_max_parts(size), BLOCK=_NOISY_BLOCK,
-        num_warps=_NOISY_BLOCK // 256, **early_launch(logits.device),
-    )  # fmt: skip
-    return _join(values, entries, logits.shape[1])
+    maxima, _ = best_of_parts(logits, masks)
+    draws = FreeDraws(temperature, seed, choice, position, is_drawn)
+    return _join(*drawn_of_parts(logits, maxima, draws, masks), logits.shape[1])
 
 
-def _columns(masks: TokenMasks | None) -> tuple[Tensor | None, Tensor | None, int]:
-    """Returns the masks as kernels take them: entries, words, words of one mask."""
-    return (None, None, 0) if masks is None else (masks.entries, masks.words, masks.words.shape[1])
+def mask_columns(masks: TokenMasks | None, first: int = 0) -> tuple[Tensor | None, Tensor | None, int]:
+    """Returns the masks of entries from ``first`` on, as kernels take them: entries, words, words of one mask."""
+    return (None, None, 0) if masks is None else (masks.entries, masks.words[:, first // 32 :], masks.words.shape[1])
 
 
-def _best_of_parts(logits: Tensor, masks: TokenMasks | None) -> tuple[Tensor, Tensor]:
+def best_of_parts(logits: Tensor, masks: TokenMasks | None, first: int = 0) -> tuple[Tensor, Tensor]:
+    """Returns the largest allowed value of each part of each row, ``[S, num_parts]``, and its place in the row; ``first`` is that of the row's first entry in the vocabulary."""
     values, entries, num_blocks = _new_parts(logits, _PLAIN_BLOCK)
     _find_best[(values.shape[1], values.shape[0])](
-        logits, *_columns(masks), values, entries, logits.stride(0), logits.shape[1], num_blocks,
+        logits, *mask_columns(masks, first), values, entries, logits.stride(0), logits.shape[1], num_blocks,
         BLOCK=_PLAIN_BLOCK, num_warps=_NUM_WARPS, **early_launch(logits.device),
+    )  # fmt: skip
+    return values, entries
+
+
+def drawn_of_parts(
+    logits: Tensor, maxima: Tensor, draws: FreeDraws, masks: TokenMasks | None, first: int = 0
+) -> tuple[Tensor, Tensor]:
+    """Like ``best_of_parts``, which gave the ``maxima``, with noise in rows that draw."""
+    size = logits.shape[1]
+    values, entries, num_blocks = _new_parts(logits, _NOISY_BLOCK)
+    _find_drawn[(values.shape[1], values.shape[0])](
+        logits, maxima, *draws, *mask_columns(masks, first), values, entries,
+        logits.stride(0), size, first, num_blocks, maxima.shape[1],
+        TINY=torch.finfo(values.dtype).tiny, STREAM=SAMPLE_STREAM, MAX_PARTS=max_parts(size), BLOCK=_NOISY_BLOCK,
+        num_warps=_NOISY_BLOCK // 256, **early_launch(logits.device),
     )  # fmt: skip
     return values, entries
 
@@ -72,7 +81,7 @@ def _new_parts(logits: Tensor, block: int) -> tuple[Tensor, Tensor, int]:
     return values, torch.empty(shape, dtype=torch.int32, device=logits.device), num_blocks
 
 
-def _max_parts(size: int) -> int:
+def max_parts(size: int) -> int:
     """Bound on the parts of a row, independent of the number of rows: each bound compiles a variant."""
     parts: int = triton.next_power_of_2(triton.cdiv(size, _NOISY_BLOCK))
     return parts
@@ -82,7 +91,7 @@ def _join(values: Tensor, entries: Tensor, size: int) -> Tensor:
     num_rows, num_parts = values.shape
     tokens = torch.empty(num_rows, dtype=torch.int64, device=values.device)
     _join_parts[(num_rows,)](
-        values, entries, tokens, num_parts, MAX_PARTS=_max_parts(size), num_warps=4, **early_launch(values.device)
+        values, entries, tokens, num_parts, MAX_PARTS=max_parts(size), num_warps=4, **early_launch(values.device)
     )
     return tokens
 
@@ -102,7 +111,7 @@ def _find_best(  # type: ignore[no-untyped-def]
     for block in range(first, tl.minimum(first + num_blocks, tl.cdiv(size, BLOCK))):
         entry = block * BLOCK + tl.arange(0, BLOCK)
         x = tl.load(logits + row * row_stride + entry, mask=entry < size, other=-float("inf"))
-        x = _allowed(x.to(values.dtype.element_ty), row, entry, size, mask_of, words, num_words)
+        x = allowed(x.to(values.dtype.element_ty), row, entry, size, mask_of, words, num_words)
         best, where = _better(best, where, x, entry)
     _store_part(best, where, values, entries, row * tl.num_programs(0) + part, size)
 
@@ -122,7 +131,7 @@ def _find_best(  # type: ignore[no-untyped-def]
 )
 def _find_drawn(  # type: ignore[no-untyped-def]
     logits, maxima, temperature, seed, choice, position, is_drawn, mask_of, words, num_words, values, entries,
-    row_stride, size, num_blocks, num_maxima,
+    row_stride, size, first_entry, num_blocks, num_maxima,
     TINY: tl.constexpr, STREAM: tl.constexpr, MAX_PARTS: tl.constexpr, BLOCK: tl.constexpr,
     IS_EARLY: tl.constexpr
 ):  # fmt: skip
@@ -144,12 +153,12 @@ def _find_drawn(  # type: ignore[no-untyped-def]
         x = tl.load(logits + row * row_stride + entry, mask=entry < size, other=-float("inf")).to(
             values.dtype.element_ty
         )
-        x = _allowed(x, row, entry, size, mask_of, words, num_words)
+        x = allowed(x, row, entry, size, mask_of, words, num_words)
         if draws:
             noise = noise_words(
-                tl.load(seed + row), tl.load(choice + row), tl.load(position + row), STREAM, block, BLOCK
+                tl.load(seed + row), tl.load(choice + row), tl.load(position + row), STREAM, block, BLOCK, first_entry
             )
-            x = _divide(x - maximum, divisor) + gumbel(noise).to(values.dtype.element_ty)
+            x = divide(x - maximum, divisor) + gumbel(noise).to(values.dtype.element_ty)
         best, where = _better(best, where, x, entry)
     _store_part(best, where, values, entries, row * tl.num_programs(0) + part, size)
 
@@ -169,7 +178,7 @@ def _join_parts(values, entries, tokens, num_parts, MAX_PARTS: tl.constexpr, IS_
 
 
 @triton.jit
-def _allowed(x, row, entry, size, mask_of, words, num_words):  # type: ignore[no-untyped-def]
+def allowed(x, row, entry, size, mask_of, words, num_words):  # type: ignore[no-untyped-def]
     """Returns the values of some entries of a row, -inf where its mask, if it has one, lacks their bit."""
     if mask_of is not None:
         mask = tl.load(mask_of + row).to(tl.int64)
@@ -195,15 +204,15 @@ def _store_part(best, where, values, entries, place, size):  # type: ignore[no-u
 
 
 @triton.jit
-def _divide(x, y):  # type: ignore[no-untyped-def]
+def divide(x, y):  # type: ignore[no-untyped-def]
     """Division with IEEE 754 rounding; ``/`` has it only in float64."""
     return tl.div_rn(x, y) if x.dtype == tl.float32 else x / y
 
 
 @triton.jit
-def noise_words(seed, choice, position, stream, block, BLOCK: tl.constexpr):  # type: ignore[no-untyped-def]
-    """One random word for each entry of a block, as in ``kernels.noise.gumbel``: four to a counter."""
-    counter = (block * (BLOCK // 4) + tl.arange(0, BLOCK // 4)).to(tl.uint32)
+def noise_words(seed, choice, position, stream, block, BLOCK: tl.constexpr, first=0):  # type: ignore[no-untyped-def]
+    """One random word for each entry of a block, counted from ``first``, as in ``kernels.noise.gumbel``: four to a counter."""
+    counter = (first // 4 + block * (BLOCK // 4) + tl.arange(0, BLOCK // 4)).to(tl.uint32)
     a, b, c, d = tl.philox(seed, counter, position.to(tl.uint32), choice.to(tl.uint32), stream)
     return tl.reshape(tl.join(tl.join(a, c), tl.join(b, d)), [BLOCK])
 

@@ -41,8 +41,8 @@ def _pair(first: int, second: int, like: Tensor) -> Tensor:
     return pair.view(2, *[1] * (like.dim() - 1))
 
 
-def gumbel(seed: Tensor, choice: Tensor, position: Tensor, stream: int, size: int) -> Tensor:
-    """Standard Gumbel noise for every vocabulary entry, a function of its arguments alone.
+def gumbel(seed: Tensor, choice: Tensor, position: Tensor, stream: int, size: int, first: int = 0) -> Tensor:
+    """Standard Gumbel noise for vocabulary entries ``first`` to ``first + size``, a function of its arguments alone.
 
     Args:
         seed: int64 ``[S]``, in [0, 2**63).
@@ -50,11 +50,13 @@ def gumbel(seed: Tensor, choice: Tensor, position: Tensor, stream: int, size: in
         position: int64 ``[S]``, in [0, 2**32). Absolute position of the token to draw.
         stream: Separates the uses of random numbers at one position.
         size: Vocabulary entries.
+        first: A multiple of 4.
 
     Returns:
         float64 ``[S, size]``, finite.
     """
-    blocks = torch.arange(-(-size // 4), device=seed.device)  # one counter gives four entries
+    assert first % 4 == 0, f"noise from entry {first} on"
+    blocks = torch.arange(first // 4, -(-(first + size) // 4), device=seed.device)  # one counter gives four entries
     words = _words(seed, choice, position, stream, blocks.expand(seed.shape[0], -1))
     return _gumbel(words.permute(1, 2, 0).flatten(1)[:, :size])
 

@@ -5,13 +5,14 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 from importlib import import_module
-from typing import Protocol, cast
+from typing import NamedTuple, Protocol, cast
 
 import torch
 from torch import Tensor
 
 from hiserve.core.forward import ForwardInputs
 
+ENTRY_WORDS = 4  # of what ``best_entries`` gives for a row
 _MODULES = {"cpu": "hiserve.kernels.step_reference", "cuda": "hiserve.kernels.step_triton"}
 
 
@@ -101,6 +102,16 @@ class TokenMasks:
 
     entries: Tensor
     words: Tensor
+
+
+class FreeDraws(NamedTuple):
+    """How rows draw from all tokens; columns as for ``StepOps.draw_free``."""
+
+    temperature: Tensor
+    seed: Tensor
+    choice: Tensor
+    position: Tensor
+    is_drawn: Tensor | None
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -249,6 +260,23 @@ class StepOps(Protocol):
             is_drawn: bool ``[S]``. The other rows take their likeliest token; None if all draw.
             masks: Each allows a token of finite logit; None allows all.
         """
+
+    def best_entries(self, logits: Tensor, first: int, draws: FreeDraws | None, masks: TokenMasks | None) -> Tensor:
+        """Finds in a share of the vocabulary the entries that ``greedy`` or ``draw_free`` would choose, for ``join_entries``.
+
+        Args:
+            logits: ``[S, n]``, of entries ``first`` to ``first + n``. Unchanged.
+            first: A multiple of 32.
+            draws: None takes the largest.
+            masks: Of the whole vocabulary; None allows all.
+
+        Returns:
+            ``[S, 4]``, float32, or float64 for float64 logits: the best entry's logit, -inf if it is not allowed; its noise, 0 without
+            draws; the largest logit of the share; the entry.
+        """
+
+    def join_entries(self, entries: Tensor, draws: FreeDraws | None) -> Tensor:
+        """Returns the best of the entries of all shares, ``[N, S, 4]``: int64 ``[S]``; of equal ones the lowest."""
 
 
 def step_ops_for(device: torch.device) -> StepOps:

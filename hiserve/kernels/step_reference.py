@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 
 import torch
 from torch import Tensor
@@ -11,7 +12,15 @@ from hiserve.core.forward import StateRows
 from hiserve.kernels.noise import gumbel
 from hiserve.kernels.reference import PADDING_PAGE, is_last_loc_legal, is_table_owned, last_loc
 from hiserve.kernels.sampling import argmax, masked
-from hiserve.kernels.step_ops import RowTensors, StateTensors, StepInputs, TokenMasks, TreeTensors, WindowTensors
+from hiserve.kernels.step_ops import (
+    FreeDraws,
+    RowTensors,
+    StateTensors,
+    StepInputs,
+    TokenMasks,
+    TreeTensors,
+    WindowTensors,
+)
 
 SAMPLE_STREAM = 0
 MASK_BITS = 63  # of a node's mask that are used
@@ -185,12 +194,43 @@ def draw_free(
     masks: TokenMasks | None = None,
 ) -> Tensor:
     wide = _widened(logits, masks)
+    noise = gumbel(seed, choice, position, SAMPLE_STREAM, wide.shape[1]).to(wide.dtype)
+    draws = FreeDraws(temperature, seed, choice, position, is_drawn)
+    return argmax(_scores(wide, wide.amax(-1, keepdim=True), noise, draws))
+
+
+def best_entries(logits: Tensor, first: int, draws: FreeDraws | None, masks: TokenMasks | None) -> Tensor:
+    size = logits.shape[1]
+    if masks is not None:
+        masks = replace(masks, words=masks.words[:, first // 32 : -(-(first + size) // 32)])
+    wide = _widened(logits, masks)
+    maximum = wide.amax(-1, keepdim=True)
+    if draws is None:
+        scores, noise = wide, torch.zeros_like(wide)
+    else:
+        noise = gumbel(*draws[1:4], SAMPLE_STREAM, size, first).to(wide.dtype)
+        scores = _scores(wide, maximum, noise, draws)
+    best = scores.argmax(-1, keepdim=True)
+    return torch.cat((wide.gather(1, best), noise.gather(1, best), maximum, (best + first).to(wide.dtype)), 1)
+
+
+def join_entries(entries: Tensor, draws: FreeDraws | None) -> Tensor:
+    scores, noise, maximum, tokens = entries.permute(2, 1, 0)
+    if draws is not None:
+        scores = _scores(scores, maximum.amax(-1, keepdim=True), noise, draws)
+    scores = scores.masked_fill(scores.isnan(), torch.inf)
+    is_best = scores == scores.amax(-1, keepdim=True)
+    best: Tensor = tokens.masked_fill(~is_best, torch.inf).amin(-1).long()
+    return best
+
+
+def _scores(logits: Tensor, maximum: Tensor, noise: Tensor, draws: FreeDraws) -> Tensor:
+    """Returns what a free draw maximizes, of ``[S, n]`` logits with noise and of ``[S, 1]`` their rows' maxima."""
     # At least the smallest normal number: a temperature may underflow in float32, and 0 / 0 is NaN.
-    divisor = temperature.to(wide.dtype).clamp_(min=torch.finfo(wide.dtype).tiny)
+    divisor = draws.temperature.to(logits.dtype).clamp_(min=torch.finfo(logits.dtype).tiny)
     # The maximum is subtracted, so that a tiny temperature gives -inf for the others and never inf.
-    scaled = (wide - wide.amax(-1, keepdim=True)).div_(divisor[:, None])
-    scores = scaled.add_(gumbel(seed, choice, position, SAMPLE_STREAM, wide.shape[1]).to(wide.dtype))
-    return argmax(scores if is_drawn is None else torch.where(is_drawn[:, None], scores, wide))
+    scores = (logits - maximum).div_(divisor[:, None]).add_(noise)
+    return scores if draws.is_drawn is None else torch.where(draws.is_drawn[:, None], scores, logits)
 
 
 def _widened(logits: Tensor, masks: TokenMasks | None) -> Tensor:

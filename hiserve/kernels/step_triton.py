@@ -11,10 +11,11 @@ from torch import Tensor
 
 from hiserve.kernels.draw import draw_free, greedy
 from hiserve.kernels.launch import await_previous, early_launch, start_next
+from hiserve.kernels.share_draw import best_entries, join_entries
 from hiserve.kernels.step_inputs import fill_inputs
 from hiserve.kernels.step_ops import RowTensors, StepInputs
 
-__all__ = ["accept", "advance", "draw_free", "fill_inputs", "greedy", "move", "walk"]
+__all__ = ["accept", "advance", "best_entries", "draw_free", "fill_inputs", "greedy", "join_entries", "move", "walk"]
 
 _SAMPLING_BLOCK = 256
 # Most of these are views of one upload, at any multiple of 8 bytes: do not compile a variant for each alignment.

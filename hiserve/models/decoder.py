@@ -23,7 +23,6 @@ from hiserve.layers import (
     GatedMLP,
     Linear,
     MoE,
-    OutputHead,
     RMSNorm,
     Rotary,
     SelfAttention,
@@ -103,8 +102,7 @@ class Decoder:
         self.sinks = tuple(sinks) if config.has_sinks else ()  # of each layer, as for ``AttentionShape``
         self._layers = [make_layer(config, parameters, index, ops, exchange) for index in range(config.num_layers)]
         self._norm = RMSNorm(parameters.pop("norm"), config.norm_eps, ops, adding_exchange(config, exchange))
-        output = Linear(parameters.pop("head", embedding), ops)
-        self.head = OutputHead(output, config.vocab_size, exchange)  # states to logits; shared with draft heads
+        self.head = Linear(parameters.pop("head", embedding), ops)  # states to logits; shared with draft heads
         self._columns = {
             layer: slice(i * config.hidden_size, (i + 1) * config.hidden_size) for i, layer in enumerate(aux_layers)
         }
@@ -133,8 +131,7 @@ class Decoder:
         size, dtype = self.embedding.weight.shape[1], self.embedding.weight.dtype
         num_last = num_tokens if wants_hidden_states and self._has_last_aux else num_logits
         whole, last = (Exchanged("sum", rows, size, dtype) for rows in (max(num_tokens, num_padded), num_last))
-        logits = Exchanged("gather", num_logits, self.head.vocab_size, dtype)
-        return [whole] * (2 * len(self._layers) - 1) + [last, last, logits]
+        return [whole] * (2 * len(self._layers) - 1) + [last, last]
 
     def new_hidden_states(self, num_tokens: int) -> Tensor | None:
         """Allocates hidden states of ``num_tokens`` tokens; None without auxiliary layers."""

@@ -15,7 +15,7 @@ from hiserve.core.kv_groups import CacheGroupSpec
 from hiserve.distributed.exchange import Exchanged
 from hiserve.distributed.shard import WHOLE
 from hiserve.errors import ModelError
-from hiserve.layers import Linear, OutputHead, RMSNorm, Rotary
+from hiserve.layers import Linear, RMSNorm, Rotary
 from hiserve.models.decoder import Layer, adding_exchange, attention_shape, make_layer, make_rotary
 from hiserve.models.delta_layer import DeltaLayer
 from hiserve.models.draft_config import DraftConfig
@@ -31,6 +31,7 @@ class DraftHead(Protocol):
     feature_size: int  # elements that it takes of the token before each, and carries from draft to draft; 0 is none
     shift: int  # the rotary position of token j is ``j - shift``
     aux_layers: tuple[int, ...]  # layers of the model that it takes, as for ``Decoder``
+    is_spread: bool  # its logits have columns of all the model's tokens, though a rank of a group computes some
     sinks: tuple[Tensor | None, ...]  # of its layers, as for ``AttentionShape``
 
     def groups(self, dtype: str) -> tuple[CacheGroupSpec, ...]:
@@ -55,8 +56,8 @@ class DraftHead(Protocol):
             attention: A backend on which ``plan(inputs)`` was called.
 
         Returns:
-            Logits ``[N, vocab_size]`` over the model's vocabulary, -inf for tokens that it cannot draft, and the states
-            to carry, ``[N, feature_size]``.
+            Logits ``[N, vocab_size]`` over the model's vocabulary, -inf for tokens that it cannot draft, of a rank of a group
+            over its tokens alone, unless the head is spread; and the states to carry, ``[N, feature_size]``.
         """
 
 
@@ -67,8 +68,8 @@ class _Body:
     layer: Layer
     rotary: Rotary
     norm: RMSNorm
-    output: OutputHead
-    # int64 ``[n]``, the model's token of each that it can draft; None if the vocabularies are the same.
+    output: Linear  # states to logits
+    # int64 ``[n]``, the model's token of each that this rank can draft; None if the vocabularies are the same.
     tokens: Tensor | None
     vocab_size: int  # of the model
     carries_normed: bool  # the carried state is that after ``norm``
@@ -77,8 +78,7 @@ class _Body:
         """As ``DraftHead.exchanges``, those of the embedding included."""
         size, dtype = self.norm.weight.shape[0], self.norm.weight.dtype
         after = Exchanged("sum", num_logits, size, dtype)
-        logits = Exchanged("gather", num_logits, self.output.vocab_size, dtype)
-        return [Exchanged("sum", num_tokens, size, dtype), after, after, logits]
+        return [Exchanged("sum", num_tokens, size, dtype), after, after]
 
     def __call__(
         self, x: Tensor, stream: Tensor, inputs: ForwardInputs, layers: Sequence[LayerKV], attention: Attention
@@ -131,8 +131,10 @@ class Eagle3Head:
         self._fuse_norm = RMSNorm(parameters.pop("fuse_norm"), eps, ops) if head.norm_before_fuse else None
         self._state_norm = RMSNorm(parameters.pop("state_norm"), eps, ops)
         self._norm_before_residual = head.norm_before_residual
-        output = OutputHead(Linear(parameters.pop("head"), ops), head.vocab_size, target.exchange)
-        self._body = _body(draft, parameters, output, tokens, target, max_len)
+        self.is_spread = tokens is not None
+        if tokens is not None and target.exchange is not None:
+            tokens = tokens[slice(*target.exchange.shard.tokens(head.vocab_size))]
+        self._body = _body(draft, parameters, Linear(parameters.pop("head"), ops), tokens, target, max_len)
 
     def exchanges(self, num_tokens: int, num_logits: int) -> list[Exchanged]:
         return self._body.exchanges(num_tokens, num_logits)
@@ -156,6 +158,7 @@ class MTPHead:
     """
 
     shift = 1
+    is_spread = False
     sinks: tuple[Tensor | None, ...] = ()
 
     def __init__(self, draft: DraftConfig, parameters: dict[str, Tensor], target: AnyDecoder, max_len: int) -> None:
@@ -193,6 +196,7 @@ class DraftModel:
     """A small model with the same vocabulary. It takes only tokens."""
 
     shift = 0
+    is_spread = False
     feature_size = 0
     aux_layers: tuple[int, ...] = ()
 
@@ -258,7 +262,7 @@ def load_draft(
 def _body(
     draft: DraftConfig,
     parameters: dict[str, Tensor],
-    output: OutputHead,
+    output: Linear,
     tokens: Tensor | None,
     target: AnyDecoder,
     max_len: int,

@@ -15,7 +15,7 @@ from hiserve.distributed.exchange import Exchange, Exchanged
 from hiserve.kernels.compressed_ops import CompressedOps, compressed_ops_for
 from hiserve.kernels.ops import Ops
 from hiserve.kernels.pairs import PairFrequencies
-from hiserve.layers import Embedding, Experts, GatedMLP, Linear, OutputHead, RMSNorm
+from hiserve.layers import Embedding, Experts, GatedMLP, Linear, RMSNorm
 from hiserve.models.compressed_attention import CompressedSelfAttention, Turns, make_compressed_attention
 from hiserve.models.compressed_config import LayerKind
 from hiserve.models.decoder import make_experts
@@ -113,8 +113,9 @@ class StreamDecoder:
         self._layers = [make_stream_layer(config, parameters, layer, ops) for layer in range(config.num_layers)]
         self._join = make_mix(parameters, "head_mix", compressed.streams, config.norm_eps)
         self._norm = RMSNorm(parameters.pop("norm"), config.norm_eps, ops)
-        output = Linear(parameters.pop("head", self.embedding.weight), ops)
-        self.head = OutputHead(output, config.vocab_size)  # states to logits; shared with draft heads
+        self.head = Linear(
+            parameters.pop("head", self.embedding.weight), ops
+        )  # states to logits; shared with draft heads
         self._has_aux = bool(aux_layers)
 
     @property

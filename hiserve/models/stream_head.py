@@ -25,6 +25,7 @@ class StreamHead:
     """
 
     shift = 1
+    is_spread = False
     sinks: tuple[Tensor | None, ...] = ()
 
     def __init__(self, draft: DraftConfig, parameters: dict[str, Tensor], target: AnyDecoder, max_len: int) -> None:

@@ -11,9 +11,11 @@ from torch import Tensor
 from hiserve.core.forward import RowMemory
 from hiserve.core.plan import MASK_BITS, NO_MASK, BatchPlan, Int32Array, MaskPlan, RowAdmit, TableWrites
 from hiserve.core.upload import mapped, upload
+from hiserve.distributed.exchange import Exchange
 from hiserve.kernels.reference import NO_OWNER, PADDING_PAGE
 from hiserve.kernels.step_ops import RowTensors, TokenMasks, TreeTensors, WindowTensors, step_ops_for
 from hiserve.runners.row_states import RowStates
+from hiserve.sampling.logit_shares import DrawOps, LogitShares
 from hiserve.sampling.params import SamplingRows
 
 
@@ -105,6 +107,7 @@ class DeviceRows:
         page_size: Tokens per page.
         num_pages: Pages of the pool, the padding page included.
         ops: The kernels of this device.
+        shares: Of a rank of a group, which has the logits of its tokens; None has those of all.
         tokens: int32 ``[R, max_len]``, R = max_rows + 1. Those from ``known_len`` on are drafts, if there are any.
         computed_len: int64 ``[R]``. Leading tokens whose keys and values are stored.
         known_len: int64 ``[R]``. Valid entries of ``tokens``, drafts not counted.
@@ -129,12 +132,13 @@ class DeviceRows:
         max_len, page_size, num_pages, max_draft: As above.
         device: Of all tensors.
         eos_token_ids: Tokens that end a reply; below the vocabulary's size.
-        vocab_size: Entries of a row of logits; 0 where nothing is drawn.
+        vocab_size: Entries of a row of logits, of all ranks; 0 where nothing is drawn.
         window: The widest, where layers with one have pages of their own; else 0.
         num_window_pages: Of these pages, the padding page included.
         carried: Memory of what rows carry along, of each group; empty where they carry nothing.
         max_depth: The longest path of a row's drafts, where they may be trees; 0 where they are chains.
         storages: As above; read where drafts may be trees.
+        exchange: Of a rank of a group; None runs alone.
     """
 
     def __init__(
@@ -153,9 +157,13 @@ class DeviceRows:
         carried: Sequence[RowMemory] = (),
         max_depth: int = 0,
         storages: Sequence[Tensor] = (),
+        exchange: Exchange | None = None,
     ) -> None:
         self.device = torch.empty(0, device=device).device  # with its index
         self.ops = step_ops_for(self.device)
+        self.shares: LogitShares | None = None
+        if exchange is not None:
+            self.shares = LogitShares(self.ops, exchange, vocab_size, exchange.shard.tokens(vocab_size)[0])
         self.max_len = max_len
         self.page_size = page_size
         self.num_pages = num_pages
@@ -196,6 +204,11 @@ class DeviceRows:
         self.max_draft = max_draft
         self.masks = MaskBuffers(max_rows * (1 + max_draft), vocab_size, self.device)
         self._ahead = torch.arange(max_draft, device=self.device)
+
+    @property
+    def draw_ops(self) -> DrawOps:
+        """Those that choose tokens from the model's logits."""
+        return self.ops if self.shares is None else self.shares
 
     def apply(self, plan: BatchPlan) -> None:
         """Releases rows, admits requests, writes page tables, assigns snapshots, in this order.

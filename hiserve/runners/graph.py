@@ -36,7 +36,7 @@ class _CapturedStep:
 
     varying: Tensor  # int64 ``[2, rows]``: written before each replay; see ``uniform_inputs``
     inputs: StepInputs  # with views of it; filled by the first graph
-    logits: Tensor  # ``[rows * width, vocab_size]``, likewise
+    logits: Tensor  # ``[rows * width, vocab_size]``, likewise; of a rank of a group those of its tokens
     hidden_states: Tensor | None  # ``[rows * width, n]``, likewise; None without ``aux_layers``
     forward: Graph  # from rows and plan to the logits
     # Ways of drawing, each a graph from the logits to the words, and these, int32.
@@ -165,7 +165,7 @@ class GraphRunner:
                 made["hidden_states"] = outputs.hidden_states
 
         def finish(drawing: Drawing) -> None:
-            drawn = draw(inputs, made["logits"], rows, drawing, masks)
+            drawn = draw(inputs, made["logits"], rows, drawing, rows.draw_ops, masks)
             made["words"] = record(inputs, drawn.view(num_rows, self._width), rows)
 
         def reset_rows() -> None:

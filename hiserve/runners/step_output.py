@@ -20,6 +20,7 @@ from hiserve.kernels.step_ops import StepInputs, TokenMasks
 from hiserve.models.loading import AnyDecoder
 from hiserve.runners.device_rows import DeviceRows
 from hiserve.runners.draft_graphs import DraftGraphs
+from hiserve.sampling.logit_shares import DrawOps
 from hiserve.sampling.params import Drawing
 from hiserve.sampling.sampler import pack_scores, sample
 
@@ -119,22 +120,23 @@ def finish_step(
     Args:
         plan: Of B rows.
         inputs: Of the same rows.
-        logits: ``[S * width + P, vocab_size]``. Unchanged.
+        logits: ``[S * width + P, vocab_size]``, of a rank of a group those of its tokens. Unchanged.
         rows: Changed.
         is_masked: ``rows.masks`` limit the tokens of the first ``S * width`` rows of logits. Scores are the model's own.
     """
     num_sampling, width = inputs.sampling.shape[0], inputs.width
     num_drawn = num_sampling * width
     masks = rows.masks.of(num_drawn) if is_masked else None
+    host_rows, ops = plan.rows[plan.samples], rows.draw_ops
+    drawing, num_top = rows.sampling.drawing(host_rows), rows.sampling.num_top(host_rows)
+    if rows.shares is not None and (drawing is Drawing.ANY or num_top is not None or inputs.scored_tokens is not None):
+        logits, ops = rows.shares.whole(logits), rows.ops
     sampled_logits, scored_logits = logits[:num_drawn], logits[num_drawn:]
-    host_rows = plan.rows[plan.samples]
-    drawing = rows.sampling.drawing(host_rows)
     if drawing is Drawing.ANY:
         drawn = _draw_any(inputs, sampled_logits, rows, host_rows, masks)
     else:
-        drawn = draw(inputs, sampled_logits, rows, drawing, masks)
+        drawn = draw(inputs, sampled_logits, rows, drawing, ops, masks)
     words = [record(inputs, drawn.view(num_sampling, width), rows)]
-    num_top = rows.sampling.num_top(host_rows)
     if num_top is not None:
         if inputs.path is not None:
             places = torch.arange(num_sampling, device=drawn.device)[:, None] * width + inputs.path
@@ -150,7 +152,12 @@ def finish_step(
 
 
 def draw(
-    inputs: StepInputs, logits: Tensor, rows: DeviceRows, drawing: Drawing, masks: TokenMasks | None = None
+    inputs: StepInputs,
+    logits: Tensor,
+    rows: DeviceRows,
+    drawing: Drawing,
+    ops: DrawOps,
+    masks: TokenMasks | None = None,
 ) -> Tensor:
     """Draws where all rows are greedy or draw from all tokens: in a few launches, which a graph can hold.
 
@@ -159,6 +166,7 @@ def draw(
         logits: ``[S * width, vocab_size]``. Unchanged.
         rows: Unchanged.
         drawing: Not ``ANY``.
+        ops: For whole logits, or those of a rank's tokens.
         masks: Of the logits; None allows all tokens.
 
     Returns:
@@ -166,9 +174,9 @@ def draw(
     """
     assert drawing is not Drawing.ANY, "there is more to do"
     if drawing is Drawing.GREEDY:
-        return rows.ops.greedy(logits, masks)
+        return ops.greedy(logits, masks)
     temperature, seed, choice = rows.sampling.free_draws(_drawing_rows(inputs))
-    return rows.ops.draw_free(logits, temperature, seed, choice, _positions(inputs), temperature > 0, masks)
+    return ops.draw_free(logits, temperature, seed, choice, _positions(inputs), temperature > 0, masks)
 
 
 def _draw_any(

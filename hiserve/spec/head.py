@@ -23,8 +23,9 @@ from hiserve.config.settings import TreeShape
 from hiserve.core.drafts import DraftChain, DraftLayout, DraftStep
 from hiserve.core.forward import ForwardInputs, LayerKV
 from hiserve.kernels.draft_ops import DraftNodes, DraftOps, DraftProgress, StepHiddenStates, TreeCandidates
-from hiserve.kernels.step_ops import RowTensors, StepOps
+from hiserve.kernels.step_ops import RowTensors
 from hiserve.models.draft_heads import DraftHead
+from hiserve.sampling.logit_shares import DrawOps
 from hiserve.sampling.params import SamplingRows
 
 
@@ -57,7 +58,7 @@ class HeadProposer:
         attention: Attention,
         state: RowTensors,
         sampling: SamplingRows,
-        step_ops: StepOps,
+        draw_ops: DrawOps,
         draft_ops: DraftOps,
     ) -> None:
         self.aux_layers = head.aux_layers  # layers of the model whose output the head takes
@@ -66,7 +67,7 @@ class HeadProposer:
         self._attention = attention
         self._state = state
         self._sampling = sampling
-        self._step_ops = step_ops
+        self._draw_ops = draw_ops
         self._ops = draft_ops
         # Drafts past a row's end attend to its last pages.
         self._max_kv_len = state.page_table.shape[1] * pool.page_size
@@ -138,10 +139,10 @@ class HeadProposer:
         """
         assert tree is None, f"a chain of shape {tree}"
         if is_greedy:
-            drafts = self._step_ops.greedy(chain.logits)
+            drafts = self._draw_ops.greedy(chain.logits)
         else:
             temperature, seed, choice = self._sampling.free_draws(chain.rows)
-            drafts = self._step_ops.draw_free(chain.logits, temperature, seed, choice, chain.positions, temperature > 0)
+            drafts = self._draw_ops.draw_free(chain.logits, temperature, seed, choice, chain.positions, temperature > 0)
         tokens, positions = self._state.tokens, chain.positions
         has_slot = chain.legal & (positions < tokens.shape[1])
         flat = torch.where(has_slot, chain.rows * tokens.shape[1] + positions, 0)

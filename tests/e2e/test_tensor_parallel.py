@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import shutil
 from collections.abc import Callable, Sequence
 from functools import lru_cache
@@ -11,6 +12,8 @@ from typing import Any
 
 import numpy as np
 import pytest
+import torch
+from safetensors.torch import load_file, save_file
 
 from hiserve import LLM, SamplingParams
 from hiserve.cache.storage.shard_store import ShardStore
@@ -83,6 +86,27 @@ def test_a_group_has_the_tokens_of_one(
         spec["host_cache_gib"] = 0
     with rank_threads():
         path(work(), tmp_path, 16, overlap=depth, tp=size, max_model_len=96, **spec)
+
+
+def test_a_group_drafts_with_a_head_of_few_tokens(tmp_path: Path) -> None:
+    """Each rank computes the logits of its own draft tokens, wherever they are in the model's vocabulary; as many drafts are accepted."""
+    shutil.copytree(find_model(NANO) / "eagle3", tmp_path, dirs_exist_ok=True)
+    tokens = torch.arange(3, 4096, 5)
+    weights = load_file(tmp_path / "model.safetensors")
+    weights |= {"d2t": tokens - torch.arange(len(tokens)), "lm_head.weight": weights["lm_head.weight"][tokens]}
+    save_file(weights, tmp_path / "model.safetensors")
+    config = json.loads((tmp_path / "config.json").read_text())
+    (tmp_path / "config.json").write_text(json.dumps(config | {"draft_vocab_size": len(tokens)}))
+    options = (
+        SETTINGS | pool(16) | {"max_model_len": 96, "host_cache_gib": 0, "spec": f"eagle3:{tmp_path}", "spec_steps": 2}
+    )
+    found = []
+    for size in (1, 2):
+        with rank_threads(), LLM(**options, tp=size) as llm:
+            outputs = [each.outputs[0] for each in llm.generate(work().prompts, work().sampling)]
+        found.append([(each.token_ids, each.drafts) for each in outputs])
+    assert found[0] == found[1]
+    assert sum(drafts.accepted for _, drafts in found[0] if drafts) > 0
 
 
 def test_a_load_that_fails_on_another_rank_alone_is_computed_on_all(monkeypatch: pytest.MonkeyPatch) -> None:

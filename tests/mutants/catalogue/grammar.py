@@ -71,7 +71,7 @@ with device_rows.MaskBuffers.free, test_mask_buffers.test_draws_read_what_was_le
     "a step without grammars draws under the masks of the step before"
     self._entries.fill_(NO_MASK)
     pass
-with draw._allowed, test_draw.test_triton_chooses_the_tokens_that_the_twins_choose:
+with draw.allowed, test_draw.test_triton_chooses_the_tokens_that_the_twins_choose:
     "the draw kernel reads the bit of another token"
     entry % 32
     (entry + 1) % 32

@@ -4,13 +4,17 @@ from hiserve import layers
 from hiserve.cache.storage import shard_store
 from hiserve.distributed import collectives, shard
 from hiserve.engine import executor, joined_acks, rank, ranks, step_exchanges
-from hiserve.models import decoder, shard_weights, shards, weights
+from hiserve.kernels import share_draw, step_reference
+from hiserve.models import decoder, draft_heads, shard_weights, shards, weights
 from hiserve.runners import dispatch
+from hiserve.sampling import logit_shares
 from tests.e2e import test_rank_processes, test_tensor_parallel
 from tests.unit.distributed import test_collectives, test_shard
-from tests.unit.engine import test_executor_faults, test_joined_acks, test_rank_memory, test_ranks
+from tests.unit.engine import test_executor_faults, test_joined_acks, test_rank_memory, test_ranks, test_step_exchanges
+from tests.unit.kernels import test_draw
 from tests.unit.models import test_shards
 from tests.unit.runners import test_graph
+from tests.unit.sampling import test_logit_shares
 from tests.unit.storage import test_shard_store
 
 with layers.Embedding._of_all, test_tensor_parallel.test_a_group_has_the_tokens_of_one["preemption-eagle3-auto-1-2"]:
@@ -63,12 +67,47 @@ with decoder.Decoder.exchanges, test_tensor_parallel.test_a_group_has_the_tokens
     2 * len(self._layers)
 with step_exchanges.StepExchanges.abandon, test_rank_memory.test_memory_that_runs_out_anywhere_on_a_rank_costs_one_step["1-2-free-337"]:
     "S7: a rank that ran out of memory leaves the others waiting for its drafts"
-    owes_drafts and self._owes_drafts
+    self._parts and not is_half
     False
-with step_exchanges.StepExchanges.begin, test_rank_memory.test_memory_that_runs_out_at_any_launch_of_a_graph_costs_one_step["1-3-eagle3-3"]:
+with (
+    step_exchanges.StepExchanges._of_forward,
+    test_rank_memory.test_memory_that_runs_out_at_any_launch_of_a_graph_costs_one_step["1-3-eagle3-3"],
+):
     "S4: a graph exchanges the rows of the step alone"
-    decision.bucket * width
+    decision.bucket * _width(plan)
     plan.num_tokens
+with step_exchanges.StepExchanges._of_draw, test_tensor_parallel.test_a_group_has_the_tokens_of_one["preemption-eagle3-auto-1-2"]:
+    "S4: logits are gathered whole for scores, and the list says that entries are"
+    decision.sampling == Drawing.ANY.value or bool(plan.num_scored.any())
+    False
+with step_exchanges.StepExchanges.abandon, test_step_exchanges:
+    "S7: a rank whose forward failed draws before the others may, which wait for its order"
+    self._parts and not is_half
+    self._parts
+with logit_shares.LogitShares._join, test_logit_shares:
+    "S1: a rank draws with the noise and the masks of the first rank's tokens"
+    self.first
+    0
+with step_reference.best_entries, test_logit_shares:
+    "S1: a share whose tokens are all forbidden has a token to draw"
+    _widened(logits, masks)
+    _widened(logits, None)
+with step_reference.join_entries, test_logit_shares:
+    "S1: of equal tokens of two ranks the last wins"
+    tokens.masked_fill(~is_best, torch.inf).amin(-1).long()
+    tokens.masked_fill(~is_best, -torch.inf).amax(-1).long()
+with step_reference.join_entries, test_logit_shares:
+    "S1: scores of two ranks are compared, each below its own maximum"
+    maximum.amax(-1, keepdim=True)
+    maximum
+with share_draw._pack_best, test_draw.test_triton_chooses_the_tokens_that_the_twins_choose:
+    "S1: in Triton, other ranks get the noise of another token"
+    entry % 4
+    entry % 2
+with draft_heads.Eagle3Head.__init__, test_tensor_parallel.test_a_group_drafts_with_a_head_of_few_tokens:
+    "every rank drafts the tokens of the first one's share"
+    tokens is not None and target.exchange is not None
+    False
 with rank.Follower._compare, test_ranks.test_a_rank_whose_rows_got_other_tokens_ends_the_group["tokens"]:
     "S5: ranks go on with different tokens"
     self._checksums[step_id] != checksum

@@ -57,8 +57,8 @@ with head.HeadProposer.extend, test_spec_parity.test_drafts_are_those_of_the_hea
     pass
 with head.HeadProposer.draft, test_spec_drafts.test_a_model_that_drafts_for_itself_is_right_every_time:
     "INV 41: drafts are drawn with the noise of another position"
-    self._step_ops.draw_free(chain.logits, temperature, seed, choice, chain.positions, temperature > 0)
-    self._step_ops.draw_free(chain.logits, temperature, seed, choice, chain.positions + 1, temperature > 0)
+    self._draw_ops.draw_free(chain.logits, temperature, seed, choice, chain.positions, temperature > 0)
+    self._draw_ops.draw_free(chain.logits, temperature, seed, choice, chain.positions + 1, temperature > 0)
 with adaptive.DraftController.stays_cold, test_cold.test_it_comes_back_where_drafts_are_accepted_again:
     "INV 68: a cold head is never tried again"
     schedule.note_cold(allowed.size, self._trial_cost)

@@ -2,11 +2,8 @@
 
 from __future__ import annotations
 
-import threading
-from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
-from typing import TypeVar
 
 import pytest
 import torch
@@ -17,27 +14,9 @@ from hiserve.distributed.collectives import Collectives
 from hiserve.distributed.exchange import Exchanged
 from hiserve.distributed.shard import Shard
 from hiserve.kernels import reference
+from tests.helpers.gloo import CPU, together
 
-T = TypeVar("T")
-CPU = torch.device("cpu")
 VOCABULARY = 300  # of which the last rank has fewer tokens than its share
-
-
-def together(folder: Path, size: int, work: Callable[[Collectives], T]) -> list[T]:
-    """Does the same on each rank, in threads; returns what each has."""
-    done: dict[int, T] = {}
-
-    def run(rank: int) -> None:
-        exchange = Collectives(Shard(rank, size), CPU, folder / "rendezvous")
-        done[rank] = work(exchange)
-        exchange.close()
-
-    threads = [threading.Thread(target=run, args=(rank,)) for rank in range(size)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    return [done[rank] for rank in range(size)]
 
 
 @pytest.mark.parametrize("size", [2, 3])
@@ -53,7 +32,10 @@ def test_sums_and_logits_have_the_same_bits_everywhere(tmp_path: Path, size: int
         begin, end = shard.tokens(VOCABULARY)
         gathered = exchange.gather_columns(logits[:, begin:end], VOCABULARY)
         nothing = exchange.gather_columns(logits[:0, begin:end], VOCABULARY), exchange.sum(parts[0, :0])
-        assert [each.shape[0] for each in nothing] == [0, 0]
+        assert [each.shape for each in nothing] == [(0, VOCABULARY), (0, 32)]
+        assert torch.equal(exchange.gather(parts[shard.rank]), parts)
+        with exchange.paused():
+            assert torch.equal(exchange.gather(parts[0])[-1], parts[0])  # nothing that no rank might have
         return normed, stream, gathered
 
     first, *others = together(tmp_path, size, work)

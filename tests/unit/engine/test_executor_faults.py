@@ -145,8 +145,8 @@ def test_exchanges_that_a_failed_half_owes_are_launched_like_a_step(folder: Path
             finally:
                 is_launching[0] = False
 
-    def abandon(plan: BatchPlan, *, owes_drafts: bool = True) -> None:
-        owed.append((owes_drafts, is_launching[0], torch.is_inference_mode_enabled()))
+    def abandon(*, is_half: bool = False) -> None:
+        owed.append((is_half, is_launching[0], torch.is_inference_mode_enabled()))
 
     running.executor._launching = noted  # type: ignore[method-assign]
     running.executor._exchanges = SimpleNamespace(begin=lambda *_: None, abandon=abandon)  # type: ignore[assignment]
@@ -155,7 +155,7 @@ def test_exchanges_that_a_failed_half_owes_are_launched_like_a_step(folder: Path
     done = running.executor.submit(plan)
     running.executor.draw(None)
     assert done.result().fault is not None
-    assert owed == [(False, True, True), (True, True, True)]
+    assert owed == [(True, True, True), (False, True, True)]
     running.executor.close()
 
 

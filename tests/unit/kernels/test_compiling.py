@@ -31,6 +31,7 @@ from hiserve.kernels import (
     page_copy,
     page_lists,
     quantized_linear,
+    share_draw,
     step_triton,
     term_products,
 )
@@ -41,7 +42,7 @@ from hiserve.kernels.packed_weights import PackedWeights, Weights
 from hiserve.kernels.pairs import PairFrequencies
 from hiserve.kernels.quantized import QuantizedWeight, pack_codes
 from hiserve.kernels.routing import ExpertGroups
-from hiserve.kernels.step_ops import TokenMasks
+from hiserve.kernels.step_ops import FreeDraws, TokenMasks
 from hiserve.kernels.streams_reference import MixWeights
 from hiserve.models.builtin_shapes import SHAPES
 from tests.helpers.attention import Case
@@ -263,6 +264,9 @@ def draw_tokens() -> None:
     for given in (None, masks):
         draw.greedy(logits, given)
         draw.draw_free(logits, torch.ones(2, dtype=torch.float64), number, number, number, None, given)
+        for draws in (None, FreeDraws(torch.ones(2, dtype=torch.float64), number, number, number, number > 0)):
+            entries = share_draw.best_entries(logits, 5056, draws, given)
+            share_draw.join_entries(torch.stack((entries, entries)), draws)
 
 
 def step() -> None:
@@ -430,7 +434,11 @@ RUNS: dict[str, tuple[Callable[[], None], set[str]]] = {
         | {f"scaled_products.{name}_kernel" for name in ("_round", "_upcast", "_block")},
     ),
     "terms": (lambda: project_in_terms(32), TERMS),
-    "draw": (draw_tokens, {f"draw.{name}" for name in ("_find_best", "_find_drawn", "_join_parts")}),
+    "draw": (
+        draw_tokens,
+        {f"draw.{name}" for name in ("_find_best", "_find_drawn", "_join_parts")}
+        | {f"share_draw.{name}" for name in ("_pack_best", "_join_entries")},
+    ),
     "step": (
         step,
         {f"step_inputs.{name}" for name in ("_check_rows", "_place_tokens")}

@@ -12,8 +12,8 @@ from tests.helpers.sampling import keys, random_logits
 
 PROGRAM = """
 import torch
-from hiserve.kernels import draw, step_reference
-from hiserve.kernels.step_ops import TokenMasks
+from hiserve.kernels import draw, share_draw, step_reference
+from hiserve.kernels.step_ops import FreeDraws, TokenMasks
 from tests.helpers.sampling import keys, random_logits, random_masks
 
 torch.set_num_threads(1)
@@ -62,6 +62,22 @@ assert draw.draw_free(ties[1:2], temperature, seed, choice, position, None).toli
 # a view of more logits, rows apart
 wide = random_logits(generator, 6, 1200, torch.float32)
 assert torch.equal(draw.greedy(wide[1:5, :1000]), step_reference.greedy(wide[1:5, :1000]))
+
+# shares of a vocabulary: the words that ranks exchange are those of the twins, and so are the tokens that they join
+for dtype in (torch.float16, torch.float64):
+    for num_rows, size, first in ((3, 600, 0), (2, 300, 1344)):
+        logits, whole = random_logits(generator, num_rows, size, dtype), random_masks(generator, num_rows + 1, first + size)
+        masks = TokenMasks(whole.entries[:num_rows], whole.words.clone())
+        masks.words[0] = 0  # a share without an allowed token
+        is_drawn = torch.arange(num_rows) % 2 == 0
+        for draws in (None, FreeDraws(*keys(generator, num_rows), is_drawn)):
+            for given in (None, masks):
+                found = [each.best_entries(logits, first, draws, given) for each in (share_draw, step_reference)]
+                assert torch.equal(*found), (dtype, num_rows, size, first, found)
+                other = found[0].roll(1, 0) + torch.tensor([0, 0, 0, 4096])
+                ranks = torch.stack((found[0], other, found[0] - torch.tensor([0, 0, 0, 1])))
+                tokens = [each.join_entries(ranks, draws) for each in (share_draw, step_reference)]
+                assert torch.equal(*tokens), (dtype, num_rows, size, first, tokens)
 """
 
 
