@@ -161,9 +161,7 @@ class DeviceRows:
     ) -> None:
         self.device = torch.empty(0, device=device).device  # with its index
         self.ops = step_ops_for(self.device)
-        self.shares: LogitShares | None = None
-        if exchange is not None:
-            self.shares = LogitShares(self.ops, exchange, vocab_size, exchange.shard.tokens(vocab_size)[0])
+        self.shares = None if exchange is None else LogitShares.of(self.ops, exchange, vocab_size)
         self.max_len = max_len
         self.page_size = page_size
         self.num_pages = num_pages
@@ -175,14 +173,7 @@ class DeviceRows:
         self.page_table = torch.full((num_rows, max_pages), PADDING_PAGE, dtype=torch.int32, device=self.device)
         self.entry_owner = torch.full((num_rows, max_pages), NO_OWNER, dtype=torch.int32, device=self.device)
         self.page_owner = torch.full((num_pages,), NO_OWNER, dtype=torch.int32, device=self.device)
-        self.windows: WindowTensors | None = None
-        if num_window_pages:
-            self.windows = WindowTensors(
-                table=torch.empty_like(self.page_table),
-                entry_owner=torch.empty_like(self.entry_owner),
-                page_owner=torch.empty(num_window_pages, dtype=torch.int32, device=self.device),
-                size=window,
-            )
+        self.windows = None if not num_window_pages else _windows(self.page_table, num_window_pages, window)
         self.states = RowStates(num_rows, self.device, carried) if carried else None
         self.storages = tuple(storages)
         self.state = RowTensors(
@@ -331,6 +322,16 @@ class DeviceRows:
         windows.table.view(-1).index_copy_(0, entries, pages)
         windows.entry_owner.view(-1).index_copy_(0, entries, owners)
         windows.page_owner.index_copy_(0, pages.long(), owners)
+
+
+def _windows(page_table: Tensor, num_pages: int, size: int) -> WindowTensors:
+    """Returns room for window tables of the shape of page tables."""
+    return WindowTensors(
+        table=torch.empty_like(page_table),
+        entry_owner=torch.empty_like(page_table),
+        page_owner=torch.empty(num_pages, dtype=torch.int32, device=page_table.device),
+        size=size,
+    )
 
 
 def _chains(num_rows: int, max_draft: int, max_depth: int, device: torch.device) -> TreeTensors:

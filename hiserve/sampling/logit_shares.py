@@ -48,6 +48,11 @@ class LogitShares:
     vocab_size: int
     first: int
 
+    @classmethod
+    def of(cls, ops: StepOps, exchange: Exchange, vocab_size: int) -> LogitShares:
+        """Returns those of a model's output head."""
+        return cls(ops, exchange, vocab_size, exchange.shard.tokens(vocab_size)[0])
+
     def whole(self, logits: Tensor) -> Tensor:
         """Returns the logits of all tokens, ``[S, vocab_size]``: for scores, penalties and filters."""
         return self.exchange.gather_columns(logits, self.vocab_size)

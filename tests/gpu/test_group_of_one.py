@@ -15,9 +15,12 @@ from hiserve.distributed.shard import Shard
 from hiserve.engine import build
 from hiserve.engine.executing_half import LoadedHalf, load_half
 from hiserve.engine.oom_recovery import StepBackoff
+from hiserve.kernels import draw, share_draw
+from hiserve.kernels.step_ops import FreeDraws, TokenMasks
 from hiserve.runners.capture import Capture, Graph
 from tests.gpu.group_replies import SETTINGS, agreement, tokens_of
 from tests.helpers.dialogues import trained
+from tests.helpers.sampling import keys, random_logits, random_masks
 from tests.helpers.tiered import engine_of
 
 pytestmark = pytest.mark.gpu
@@ -46,6 +49,24 @@ def test_a_graph_holds_collectives(tmp_path: Path) -> None:
     assert made[0].unique().tolist() == [10] and made[1].shape == (4, 130) and made[1].unique().tolist() == [3]
     del graph, capture
     exchange.close()
+
+
+@pytest.mark.parametrize("size", [2, 8])
+def test_shares_of_logits_have_the_tokens_of_all(size: int) -> None:
+    """By the kernels of one GPU: the entries that ranks would exchange, joined. Greedy tokens are the same, and drawn ones but for rounding."""
+    generator = torch.Generator().manual_seed(size)
+    num_rows, num_tokens = 64, 151_936
+    logits = random_logits(generator, num_rows, num_tokens, torch.bfloat16).cuda()
+    masks = random_masks(generator, num_rows, num_tokens)
+    masks = TokenMasks(masks.entries.cuda(), masks.words.cuda())
+    draws = FreeDraws(*(each.cuda() for each in keys(generator, num_rows)), torch.arange(num_rows).cuda() % 3 > 0)
+    shares = [Shard(rank, size).tokens(num_tokens) for rank in range(size)]
+    for given in (None, masks):
+        for each, whole in ((None, draw.greedy(logits, given)), (draws, draw.draw_free(logits, *draws, given))):
+            entries = [share_draw.best_entries(logits[:, first:end], first, each, given) for first, end in shares]
+            joined = share_draw.join_entries(torch.stack(entries), each)
+            num_other = int((joined != whole).sum())
+            assert num_other <= (0 if each is None else 1), f"{num_other} of {num_rows} tokens differ"
 
 
 @pytest.mark.parametrize("graphs", ["off", "all"])

@@ -65,8 +65,8 @@ with executor.Executor._propose, halves.test_a_preemption_between_the_halves_cha
     pass
 with graph.GraphRunner._capture_bucket, halves.test_draws_under_grammars_are_replayed["ahead"]:
     "captured draws read no masks"
-    draw(inputs, made["logits"], rows, drawing, masks)
-    draw(inputs, made["logits"], rows, drawing)
+    draw(inputs, made["logits"], rows, drawing, rows.draw_ops, masks)
+    draw(inputs, made["logits"], rows, drawing, rows.draw_ops)
 with device_rows.MaskBuffers.free, test_mask_buffers.test_draws_read_what_was_lent_and_all_rows_are_free_before_and_afterwards:
     "a step without grammars draws under the masks of the step before"
     self._entries.fill_(NO_MASK)

@@ -43,7 +43,7 @@ def with_graphs(subject: Drafted, max_draft: int = STEPS, capture: RecordedCaptu
     """Records steps of one token a row, and of all drafts."""
     dispatch, rows = subject.executor._runners, subject.executor._rows
     eager, proposer = dispatch._eager, dispatch._proposer
-    rows.ops = proposer._step_ops = recordable_ops()
+    rows.ops = proposer._draw_ops = recordable_ops()
     proposer._attention = RecordableAttention(proposer._attention)
     attention, capture = RecordableAttention(eager._attention), capture or RecordedCapture()
     drafts = DraftCapture(proposer, capture, range(1 + max_draft))  # type: ignore[arg-type]

@@ -21,7 +21,7 @@ NUM_ROWS = 40
 
 
 def shares_of(exchange: Collectives) -> LogitShares:
-    return LogitShares(step_reference, exchange, VOCABULARY, exchange.shard.tokens(VOCABULARY)[0])
+    return LogitShares.of(step_reference, exchange, VOCABULARY)
 
 
 def case(dtype: torch.dtype, *, is_masked: bool) -> tuple[Tensor, TokenMasks | None, tuple[Tensor, ...], Tensor]:
