@@ -87,6 +87,7 @@ ALLOWED = (
     Allowed("runners/piecewise.py", "PiecewiseRunner._capture_bucket", "*", _AT_START),
     Allowed("runners/piecewise.py", "_padding", "allocation", _AT_START),
     Allowed("runners/device_rows.py", "_chains", "allocation", _MADE),
+    Allowed("runners/device_rows.py", "_windows", "allocation", _MADE),
     Allowed("runners/device_rows.py", "DeviceRows.warm_up", "allocation", _AT_START),
     Allowed("runners/step_output.py", "_ahead", "allocation", _CACHED),
     Allowed("runners/step_output.py", "finish_step", "allocation", _CACHED),
