@@ -15,6 +15,7 @@ from hiserve.models.checkpoint import StoredTensor
 from hiserve.models.four_bits import FourBits, Parts, packed_weights, unpack_weight
 from hiserve.models.names import TensorSource
 from hiserve.models.quantize import MADE
+from hiserve.models.shard_weights import cut_quantized
 from hiserve.models.staging import stage
 
 Kept = Mapping[str, tuple[tuple[TensorSource, ...], QuantSpec]]
@@ -34,7 +35,7 @@ def read_kept(
 
     Args:
         held: The tensors of the checkpoint, by name, which have been checked.
-        kept: The tensors that are stacked in each parameter, and how it is quantized.
+        kept: The tensors that are stacked in each parameter, of which a rank keeps a part, and how it is quantized.
         quantization: Of the model.
         device: Of the weights.
         param: The setting that names the checkpoint.
@@ -51,12 +52,13 @@ def read_kept(
         spec = kept[name][1]
         if quantization.method == MADE:
             _refuse_infinite(staged, param)
-            made[name] = quantize(torch.cat([parts["values"] for parts in staged.values()]), spec)
+            whole = quantize(torch.cat([parts["values"] for parts in staged.values()]), spec)
         elif spec.bits == 8:
-            made[name] = _join_eight_bits(staged, spec, param)
+            whole = _join_eight_bits(staged, spec, param)
         else:
             unpacked = {source: _unpacked(parts, source, quantization, param) for source, parts in staged.items()}
-            made[name] = _join_four_bits(unpacked, spec, param)
+            whole = _join_four_bits(unpacked, spec, param)
+        made[name] = cut_quantized(whole, kept[name][0], param=param)
     return made
 
 

@@ -1,4 +1,7 @@
-"""Parts of tensors: rows are read in place, as they are contiguous in the file; columns are copied out of a map of it."""
+"""Parts of tensors: rows are read in place, as they are contiguous in the file; columns are copied out of a map of it.
+
+Tensors in 8 and 4 bits are read whole, one parameter after the other, then cut: their parts are those of scales, zero points and tiles.
+"""
 
 from __future__ import annotations
 
@@ -9,6 +12,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from hiserve.errors import ModelError
+from hiserve.kernels.quantized import QuantizedWeight, join_halves, pack_codes, split_halves, unpack_codes
 from hiserve.models.checkpoint import StoredTensor
 from hiserve.models.names import TensorSource
 from hiserve.models.reading import TORCH_DTYPES
@@ -55,8 +60,8 @@ def read_part(tensor: StoredTensor, piece: TensorSource, target: Tensor) -> None
         target.copy_(whole.narrow(cut.dim, cut.begin, cut.end - cut.begin))
 
 
-def cut_drawn(whole: Tensor, pieces: tuple[TensorSource, ...]) -> Tensor:
-    """Returns a rank's part of a parameter of the whole model, which is drawn alike for every number of ranks."""
+def cut_whole(whole: Tensor, pieces: tuple[TensorSource, ...]) -> Tensor:
+    """Returns a rank's part of a parameter of the whole model, which is drawn alike for every number of ranks, or was read."""
     parts, start = [], 0
     for piece in pieces:
         num_rows = piece.num_elements // (piece.shape[-1] if len(piece.shape) > 1 else 1)
@@ -66,6 +71,46 @@ def cut_drawn(whole: Tensor, pieces: tuple[TensorSource, ...]) -> Tensor:
             part = torch.cat([each.narrow(cut.dim, begin, end - begin) for each in part.chunk(2, cut.dim)], cut.dim)
         elif cut is not None:
             part = part.narrow(cut.dim, cut.begin, cut.end - cut.begin)
+        parts.append(part)
+        start += num_rows
+    return torch.cat(parts)
+
+
+def cut_quantized(weight: QuantizedWeight, pieces: tuple[TensorSource, ...], *, param: str) -> QuantizedWeight:
+    """Returns a rank's part of a quantized parameter of the whole model: the same values, as no block or group is cut.
+
+    Raises:
+        ModelError: Columns are cut that are sorted by group. ``param`` is the setting that names the checkpoint.
+    """
+    if all(piece.cut is None for piece in pieces):
+        return weight
+    if weight.order is not None and any(piece.cut is not None and piece.cut.dim == 1 for piece in pieces):
+        raise ModelError(
+            f"the inputs of {pieces[0].source} are sorted by group (g_idx), and no rank of --tp has whole groups of them. Give a "
+            "checkpoint without act-order.",
+            param=param,
+        )
+    spec, (of_rows, of_columns) = weight.spec, weight.spec.group
+    if spec.bits == 8:
+        codes = join_halves(_part_of(split_halves(weight.codes), pieces))
+        scales = _part_of(weight.scales, pieces, max(1, of_rows), of_columns)
+        return QuantizedWeight(spec, (codes.shape[0], codes.shape[1]), codes, scales)
+    codes = _part_of(unpack_codes(weight), pieces)
+    scales = _part_of(weight.scales.T, pieces, 1, of_columns).T.contiguous()
+    zeros = None if weight.zeros is None else _part_of(weight.zeros.T, pieces, 1, of_columns).T.contiguous()
+    return QuantizedWeight(spec, (codes.shape[0], codes.shape[1]), pack_codes(codes, spec), scales, zeros, weight.order)
+
+
+def _part_of(whole: Tensor, pieces: tuple[TensorSource, ...], of_rows: int = 1, of_columns: int = 1) -> Tensor:
+    """Returns a rank's part of a tensor with an element for so many rows and columns of a parameter; 0 is all columns."""
+    parts, start = [], 0
+    for piece in pieces:
+        num_rows, cut = -(-piece.shape[0] // of_rows), piece.cut
+        part = whole[start : start + num_rows]
+        if cut is not None and (cut.dim == 0 or of_columns):
+            unit = of_columns if cut.dim else of_rows
+            assert cut.begin % unit == 0 and cut.end % unit == 0, f"{piece.source} is cut at {cut} in units of {unit}"
+            part = part.narrow(cut.dim, cut.begin // unit, (cut.end - cut.begin) // unit)
         parts.append(part)
         start += num_rows
     return torch.cat(parts)

@@ -35,13 +35,15 @@ def refuse_unshardable(model: ModelConfig, size: int, *, name: str = "this model
         "latent attention": model.latent is not None,
         "compressed rows": model.compressed is not None,
         "recurrent states": model.delta is not None or model.has_attention_gates,
-        "quantized weights": model.quantization is not None and not _has_fours_in_one_tensor(model),
+        "quantized experts": experts is not None
+        and model.quantization is not None
+        and not _has_fours_in_one_tensor(model),
         "a shared expert": experts is not None and experts.shared_size > 0,
     }
     if named := [feature for feature, is_there in foreign.items() if is_there]:
         raise ConfigError(
-            f"--tp is {size}, but {name} has {', '.join(named)}: groups compute decoders of grouped-query attention and MLPs or "
-            "experts, in 16 bits or more, and gpt-oss. Leave --tp out; --replicas takes more devices.",
+            f"--tp is {size}, but {name} has {', '.join(named)}: groups compute decoders of grouped-query attention and MLPs, or "
+            "experts in 16 bits or more, and gpt-oss. Leave --tp out; --replicas takes more devices.",
             param="tp",
         )
     if not _divides(model, size):
@@ -49,8 +51,8 @@ def refuse_unshardable(model: ModelConfig, size: int, *, name: str = "this model
         inner = str(
             model.intermediate_size if experts is None else f"{model.intermediate_size} and {experts.intermediate_size}"
         )
-        if _has_fours_in_one_tensor(model):
-            inner = f"{inner}, in groups of {MXFP4_GROUP}"
+        if (unit := max(_units(model))) > 1:
+            inner = f"{inner}, in groups of {unit}"
         raise ConfigError(
             f"--tp is {size}, but {name} has {model.num_heads} heads, {model.num_kv_heads} of keys and values, and MLPs of width "
             f"{inner}. Use one of {', '.join(map(str, allowed))}.",
@@ -64,21 +66,28 @@ def _has_fours_in_one_tensor(model: ModelConfig) -> bool:
     return quantization is not None and quantization.linears is None and experts is not None and experts.has_bias
 
 
+def _units(model: ModelConfig) -> tuple[int, int]:
+    """Returns the rows and the columns that share a scale, of which no rank has a part."""
+    if _has_fours_in_one_tensor(model):
+        return 1, MXFP4_GROUP
+    linears = None if model.quantization is None else model.quantization.linears
+    return (1, 1) if linears is None else (max(1, linears.group[0]), max(1, linears.group[1]))
+
+
 def _divides(model: ModelConfig, size: int) -> bool:
-    heads, keys = model.num_heads, model.num_kv_heads
-    group = MXFP4_GROUP if _has_fours_in_one_tensor(model) else 1
-    inner = (
-        [model.intermediate_size]
-        if model.experts is None
-        else [model.intermediate_size, model.experts.intermediate_size // group]
-    )
+    heads, keys, experts, (rows, columns) = model.num_heads, model.num_kv_heads, model.experts, _units(model)
+    if heads % size or (keys % size and size % keys) or model.intermediate_size % size:
+        return False
+    if experts is not None:  # which alone are quantized
+        has_units = experts.intermediate_size % (size * columns) == 0
+    else:
+        queries, inner = heads // size * model.head_dim, model.intermediate_size // size
+        its_keys = max(1, keys // size) * model.head_dim
+        has_units = not any(each % rows for each in (queries, its_keys, inner)) and not any(
+            each % columns for each in (queries, inner)
+        )
     last, _ = Shard(size - 1, size).tokens(model.vocab_size)
-    return (
-        heads % size == 0
-        and (keys % size == 0 or size % keys == 0)
-        and all(each % size == 0 for each in inner)
-        and last < model.vocab_size
-    )
+    return has_units and last < model.vocab_size
 
 
 def local_config(model: ModelConfig, shard: Shard) -> ModelConfig:
@@ -150,6 +159,11 @@ def _cut(name: str, index: int, piece: TensorSource, model: ModelConfig, shard: 
     if name in _TOKENS:
         return Cut(0, *shard.tokens(piece.shape[0]))
     return None
+
+
+def uncut(pieces: tuple[TensorSource, ...]) -> tuple[TensorSource, ...]:
+    """Returns the whole tensors of pieces, stacked."""
+    return _stacked([replace(piece, cut=None) for piece in pieces])
 
 
 def _stacked(pieces: list[TensorSource]) -> tuple[TensorSource, ...]:

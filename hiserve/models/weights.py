@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Collection, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -37,8 +37,8 @@ from hiserve.models.quantize import MADE
 from hiserve.models.quantized_names import kept_specs, read_name
 from hiserve.models.quantized_weights import read_kept, spell_out
 from hiserve.models.reading import plan_chunks, read_chunks
-from hiserve.models.shard_weights import cut_drawn, has_columns, held_parts, read_columns
-from hiserve.models.shards import cut_table
+from hiserve.models.shard_weights import cut_quantized, cut_whole, has_columns, held_parts, read_columns
+from hiserve.models.shards import cut_table, uncut
 from hiserve.models.tensor_checks import check_tensor, compare
 
 _DUMMY_SEED = 0
@@ -126,9 +126,10 @@ def draw_parameters(
             continue
         one = _allocate({name: pieces}, dtype, device, norm_dtype)
         generator = _draw(one, device, generator)
-        if shard.size > 1:
-            one = {name: cut_drawn(one[name], cut[name])} if name in cut else {}
-        parameters |= {name: quantize(each, kept[name]) if name in kept else each for name, each in one.items()}
+        if name in kept:
+            parameters[name] = cut_quantized(quantize(one[name], kept[name]), cut[name], param="model")
+        elif name in cut:
+            parameters[name] = one[name] if shard.size == 1 else cut_whole(one[name], cut[name])
     return parameters | draw_packed(packed, device)
 
 
@@ -159,10 +160,13 @@ def read_parameters(
     for pieces in table.values():
         for piece in pieces:
             check_tensor(held, four_bits, piece, quantization, param=param)
-    held = held_parts(held, table)
-    packed = packed_parameters(table, config, dtype, device, held)
-    kept = _kept(held, table, quantization) if keeps else {}
-    rest = {name: pieces for name, pieces in table.items() if name not in packed and name not in kept}
+    kept, stored = _kept(held, table, quantization) if keeps else {}, held
+    others = {name: pieces for name, pieces in table.items() if name not in kept}
+    whole = {name: pieces for name, pieces in others.items() if _has_cut_codes(held, four_bits, pieces)}
+    others |= {name: uncut(pieces) for name, pieces in whole.items()}
+    held = held_parts(held, others)
+    packed = packed_parameters(others, config, dtype, device, held)
+    rest = {name: pieces for name, pieces in others.items() if name not in packed}
     parameters: dict[str, Any] = _allocate(rest, dtype, device, norm_dtype)
     places = [
         (piece, parameters[name][piece.start : piece.start + piece.num_rows])
@@ -177,7 +181,7 @@ def read_parameters(
     wanted = [each for each in wanted if held[each[0]].dtype != FP4]
     scaled = scaled_weights(held, wanted, device)
     targets = [(held[source], part) for source, part in wanted + [(scale, memory) for scale, memory, _ in scaled]]
-    try:
+    with _told_which(param):
         read_chunks(plan_chunks(targets), device)
         read_columns(held, [each for each in places if has_columns(each[0])])
         multiply(scaled, param)
@@ -186,13 +190,15 @@ def read_parameters(
         parameters |= read_packed_experts(held, packed, device, param=param)
         if quantization is not None:
             spell_out(held, spelled, quantization, device, param=param)
-            parameters |= read_kept(held, kept, quantization, device, param=param)
-    except (OSError, EOFError) as error:
-        raise ModelError(
-            f"the weights cannot be read: {error}. Fetch them again, and do not change them while they are read.",
-            param=param,
-        ) from None
-    return parameters
+            parameters |= read_kept(stored, kept, quantization, device, param=param)
+    return parameters | {name: cut_whole(parameters[name], pieces) for name, pieces in whole.items()}
+
+
+def _has_cut_codes(held: dict[str, StoredTensor], four_bits: Collection[str], pieces: tuple[TensorSource, ...]) -> bool:
+    """Whether a parameter has parts of tensors in 8 or 4 bits, which are spelled out whole."""
+    return any(
+        piece.cut is not None and (piece.source in four_bits or held[piece.source].dtype == FP8) for piece in pieces
+    )
 
 
 def _kept(
@@ -296,6 +302,18 @@ def _refuse_strange_experts(parameters: dict[str, Tensor], config: ModelConfig) 
                     f"the table {name} names experts {low} to {high}, of {config.experts.num_experts}. Fetch the checkpoint again.",
                     param="model",
                 )
+
+
+@contextmanager
+def _told_which(param: str) -> Iterator[None]:
+    """Says of a file that cannot be read which setting names it."""
+    try:
+        yield
+    except (OSError, EOFError) as error:
+        raise ModelError(
+            f"the weights cannot be read: {error}. Fetch them again, and do not change them while they are read.",
+            param=param,
+        ) from None
 
 
 @contextmanager

@@ -109,6 +109,19 @@ def test_a_group_drafts_with_a_head_of_few_tokens(tmp_path: Path) -> None:
     assert sum(drafts.accepted for _, drafts in found[0] if drafts) > 0
 
 
+@pytest.mark.parametrize("scheme", some(["int4", "fp8"], "int4"))
+def test_a_group_has_the_tokens_of_one_with_weights_in_few_bits(scheme: str) -> None:
+    """Rounded whole, then cut: each rank's products are parts of those of one, and drafts are as good."""
+    options = SETTINGS | DRAFTS | pool(16) | {"max_model_len": 96, "host_cache_gib": 0, "quantize": scheme}
+    found = []
+    for size in (1, 2):
+        with rank_threads(), LLM(**options, tp=size) as llm:
+            outputs = [each.outputs[0] for each in llm.generate(work().prompts, work().sampling)]
+        found.append([(each.token_ids, each.drafts) for each in outputs])
+    assert found[0] == found[1]
+    assert [tokens for tokens, _ in found[0]] != [each.token_ids for each in work().expected]
+
+
 def test_a_load_that_fails_on_another_rank_alone_is_computed_on_all(monkeypatch: pytest.MonkeyPatch) -> None:
     """S6: this rank has the bytes, and takes back what it computed from them."""
     made, num_failed = rank.make_transfers, 0

@@ -25,7 +25,7 @@ with shards.cut_table, test_shards.test_each_rank_has_its_heads_its_columns_and_
     "S1: each rank adds the bias of an output"
     last in _ONCE and shard.rank
     False
-with shard_weights.cut_drawn, test_shards.test_all_experts_in_one_tensor_are_cut_inside["dummy"]:
+with shard_weights.cut_whole, test_shards.test_all_experts_in_one_tensor_are_cut_inside["dummy"]:
     "S1: the first rank has all gates of an expert, and no rows of up"
     cut is not None and piece.is_interleaved
     False
@@ -33,6 +33,14 @@ with shards._cut, test_shards.test_all_experts_in_one_tensor_are_cut_inside["aut
     "S1: experts in groups of numbers are cut by the other dimension"
     (name == _INNER_OF_EXPERTS) == (piece.form is Form.MXFP4)
     name == _INNER_OF_EXPERTS
+with shard_weights.cut_quantized, test_shards.test_quantized_weights_are_cut_with_their_scales["blocks"]:
+    "S1: a rank multiplies its columns by the scales of others"
+    _part_of(weight.scales, pieces, max(1, of_rows), of_columns)
+    _part_of(weight.scales, pieces, max(1, of_rows), 0)
+with weights.draw_parameters, test_shards.test_weights_that_become_quantized_have_the_scales_of_the_whole["fp8-dummy"]:
+    "S1: each rank rounds its columns by its own largest value"
+    cut_quantized(quantize(one[name], kept[name]), cut[name], param="model")
+    quantize(cut_whole(one[name], cut[name]), kept[name])
 with decoder.adding_exchange, test_tensor_parallel.test_a_group_has_the_tokens_of_one_with_windows["gemma3_text-2"]:
     "S1: outputs that are whole are summed again"
     config.has_out_norms

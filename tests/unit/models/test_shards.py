@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -10,14 +11,17 @@ import torch
 from hiserve.config.options import make_options
 from hiserve.distributed.shard import Shard
 from hiserve.errors import ConfigError, ModelError
-from hiserve.models.builtin_shapes import shape_config
+from hiserve.kernels.quantized import QuantizedWeight, dequantize
+from hiserve.models.builtin_shapes import read_model, shape_config
 from hiserve.models.draft_config import find_draft, model_facts
 from hiserve.models.model_config import find_model, read_model_config
 from hiserve.models.names import TensorSource
 from hiserve.models.shards import cut_table, local_config, refuse_unshardable
 from hiserve.models.weights import load_head_parameters, load_parameters
+from tests.helpers.block_scaled import quantize as quantize_by_blocks
 from tests.helpers.models import save_family, save_llama
 from tests.helpers.packed_models import pack_gpt_oss
+from tests.helpers.quantized import quantize_checkpoint
 
 CPU = torch.device("cpu")
 
@@ -140,6 +144,7 @@ def test_facts_of_a_share_are_those_of_its_parameters(tmp_path: Path) -> None:
         ("v4-flash-like", 2, "compressed rows"),
         ("llama-8b", 3, "Use one of 1, 2, 4, 8, 16, 32."),
         ("llama-8b", 64, "32 heads"),
+        ("v4-flash-like-fp4", 2, "quantized experts"),
     ],
 )
 def test_what_a_group_cannot_compute_is_refused_by_name(shape: str, size: int, fact: str) -> None:
@@ -159,3 +164,62 @@ def test_a_share_of_a_group_of_one_is_the_model() -> None:
     config = shape_config("llama-8b")
     assert local_config(config, Shard()) is config
     assert local_config(config, Shard(3, 16)).num_kv_heads == 1
+
+
+def check_share(whole: dict[str, Any], share: dict[str, Any], rank: int) -> None:
+    """Checks one of two ranks, of a model with 4 heads of 64 elements, 4 of keys and values, and an MLP of 256."""
+    for name in ("qkv", "out", "gate_up", "down"):
+        parameter, its = whole[f"layers.1.{name}"], share[f"layers.1.{name}"]
+        assert isinstance(its, QuantizedWeight)
+        assert its.num_bytes <= parameter.num_bytes / 2 + 2 * its.shape[0]  # of columns all rows have scales
+        values = dequantize(parameter, torch.float64)
+        parts = (
+            values.chunk(2, 1)
+            if name in ("out", "down")
+            else values.unflatten(0, (-1, 2, 128)).transpose(0, 1).flatten(1, 2)
+        )
+        assert torch.equal(dequantize(its, torch.float64), parts[rank]), name
+
+
+@pytest.mark.parametrize("name", ["fp8", "channel", "blocks", "int", "awq"])
+def test_quantized_weights_are_cut_with_their_scales(tmp_path: Path, name: str) -> None:
+    """A share has the values of the whole, in its share of the memory: scales of all, of rows, of blocks of 128, of groups of 32, and zero points."""
+    save_llama(tmp_path, hidden_size=128, head_dim=64, num_key_value_heads=4, intermediate_size=256)
+    if name == "blocks":
+        quantize_by_blocks(tmp_path, torch.float32)
+    else:
+        quantize_checkpoint(tmp_path, name)
+    whole, shares = whole_and_shares(tmp_path, "auto", 2)
+    refuse_unshardable(read_model_config(tmp_path), 2)
+    for rank, share in enumerate(shares):
+        check_share(whole, share, rank)
+
+
+@pytest.mark.parametrize(("scheme", "load_format"), [("fp8", "dummy"), ("int4", "auto")])
+def test_weights_that_become_quantized_have_the_scales_of_the_whole(
+    tmp_path: Path, scheme: str, load_format: str
+) -> None:
+    save_llama(tmp_path, hidden_size=128, head_dim=64, num_key_value_heads=4, intermediate_size=256)
+    settings = make_options(model=str(tmp_path), quantize=scheme)
+    _, config = read_model(settings.model)
+    whole, *shares = (
+        load_parameters(tmp_path, config, torch.float32, CPU, load_format, shard)
+        for shard in (Shard(), Shard(0, 2), Shard(1, 2))
+    )
+    for rank, share in enumerate(shares):
+        check_share(whole, share, rank)
+
+
+def test_columns_in_the_order_of_their_groups_are_not_cut(tmp_path: Path) -> None:
+    save_llama(tmp_path, hidden_size=128, head_dim=64, num_key_value_heads=4, intermediate_size=256)
+    quantize_checkpoint(tmp_path, "uint")
+    with pytest.raises(ModelError, match="without act-order"):
+        load_parameters(tmp_path, read_model_config(tmp_path), torch.float32, CPU, "auto", Shard(1, 2))
+
+
+def test_quantized_weights_that_are_spelled_out_are_cut_too(tmp_path: Path) -> None:
+    """An output head, which stays in 16 bits."""
+    save_llama(tmp_path, hidden_size=128, head_dim=64, num_key_value_heads=4, intermediate_size=256)
+    quantize_checkpoint(tmp_path, "channel", lambda source: source.endswith("_proj.weight") or "lm_head" in source)
+    whole, shares = whole_and_shares(tmp_path, "auto", 2)
+    assert torch.equal(torch.cat([share["head"] for share in shares]), whole["head"])
