@@ -257,7 +257,8 @@ class GatedMLP:
         return self.down.parts(self.gate_up.activated(x, self.activation, self.down.quantized))
 
 
-# Maps x ``[T, hidden_size]``, shares ``[T, k]`` and their experts, int64 ``[T, k]``, to ``[T, hidden_size]``.
+# Maps x ``[T, hidden_size]``, shares ``[T, k]`` and their experts, int64 ``[T, k]``, to ``[T, hidden_size]``. One more share is that
+# of a shared expert, which they may have.
 Experts = Callable[[Tensor, Tensor, Tensor], Tensor]
 
 
@@ -271,7 +272,7 @@ class MoE:
         is_normalized: The shares of a token are scaled to sum to 1.
         groups: For a choice among groups; None is the likeliest experts. Its router computes in its own type.
         shared: Computes every token beside them; None without, or if ``experts`` has it.
-        shared_gate: ``[1, hidden_size]``. Its output is multiplied by the sigmoid of this gate; None without.
+        shared_gate: ``[hidden_size]``. Its output is multiplied by the sigmoid of this gate; None without. Not with groups.
     """
 
     router: Linear
@@ -281,21 +282,22 @@ class MoE:
     ops: Ops
     groups: ExpertGroups | None = None
     shared: GatedMLP | None = None
-    shared_gate: Linear | None = None
+    shared_gate: Tensor | None = None
 
     def __call__(self, x: Inputs) -> Tensor:
         """Maps ``[T, hidden_size]`` to the same shape."""
         assert isinstance(x, Tensor), "inputs of several projections are not split"
         logits = self.router(x)
         if self.groups is None:
-            routed = self.ops.route(logits, self.num_per_token, self.is_normalized)
+            gated = None if self.shared_gate is None else (x, self.shared_gate)
+            shares, chosen = self.ops.route(logits, self.num_per_token, self.is_normalized, gated)
         else:
-            routed = self.ops.route_in_groups(logits, self.groups, self.num_per_token, self.is_normalized)
-        mixed = self.experts(x, *routed)
+            shares, chosen = self.ops.route_in_groups(logits, self.groups, self.num_per_token, self.is_normalized)
+        mixed = self.experts(x, shares, chosen)
         if self.shared is None:
             return mixed
         shared = self.shared(x)
-        return mixed + (shared if self.shared_gate is None else shared * self.ops.sigmoid(self.shared_gate(x)))
+        return mixed + (shared if self.shared_gate is None else shared * shares[:, self.num_per_token :].to(x.dtype))
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -336,7 +338,7 @@ class SparseExperts:
         order = experts.argsort(stable=True)
         counts = torch.bincount(experts, minlength=len(self.mlps)).tolist()
         rows = torch.split_with_sizes(order // chosen.shape[1], counts)
-        weights = torch.split_with_sizes(shares.flatten()[order, None], counts)
+        weights = torch.split_with_sizes(shares[:, : chosen.shape[1]].flatten()[order, None], counts)
         out = torch.zeros(x.shape, dtype=shares.dtype)
         for expert, count in enumerate(counts):
             if count:

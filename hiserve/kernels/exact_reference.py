@@ -54,9 +54,15 @@ def act_inputs(gate_up: Tensor, activation: Activation, reader: QuantizedWeight 
     return act_mul(gate_up, activation)
 
 
-def sigmoid(x: Tensor) -> Tensor:
-    """Like ``reference.sigmoid``."""
-    return _row_by_row(reference.sigmoid, x)
+def route(
+    logits: Tensor, num_per_token: int, is_normalized: bool, gated: tuple[Tensor, Tensor] | None = None
+) -> tuple[Tensor, Tensor]:
+    """Like ``reference.route``."""
+    shares, experts = reference.route(logits, num_per_token, is_normalized)
+    if gated is not None:
+        x, gate = gated
+        shares = torch.cat((shares, _row_by_row(torch.sigmoid, linear(x, gate[None], None).to(shares.dtype))), 1)
+    return shares, experts
 
 
 def mix_experts(x: Tensor, shares: Tensor, chosen: Tensor, *weights: Any) -> Tensor:

@@ -30,34 +30,42 @@ _SCANS = ((1024, 4), (8192, 8))  # pairs at a time and warps: for few pairs, for
 _SUM_BLOCK = 512
 
 
-def route(logits: Tensor, num_per_token: int, is_normalized: bool) -> tuple[Tensor, Tensor]:
+def route(
+    logits: Tensor, num_per_token: int, is_normalized: bool, gated: tuple[Tensor, Tensor] | None = None
+) -> tuple[Tensor, Tensor]:
     """Like ``reference.route``; of equally likely experts the first ones."""
     if logits.dtype == torch.float64:
-        return reference.route(logits, num_per_token, is_normalized)
-    assert logits.is_contiguous(), f"rows {logits.stride()} apart"
+        return reference.route(logits, num_per_token, is_normalized, gated)
+    x, gate = (None, None) if gated is None else gated
+    assert logits.is_contiguous() and (x is None or x.is_contiguous()), f"rows {logits.stride()} apart"
     num_tokens, num_experts = logits.shape
-    shares = torch.empty((num_tokens, num_per_token), dtype=torch.float32, device=logits.device)
+    num_shares, size = num_per_token + (gate is not None), 1 if gate is None else gate.shape[0]
+    shares = torch.empty((num_tokens, num_shares), dtype=torch.float32, device=logits.device)
     chosen = torch.empty((num_tokens, num_per_token), dtype=torch.int64, device=logits.device)
     _route_kernel[(num_tokens,)](
-        logits, shares, chosen,
+        logits, x, gate, shares, chosen,
         NUM_EXPERTS=num_experts, BLOCK=triton.next_power_of_2(num_experts), NUM_CHOSEN=num_per_token,
-        BLOCK_CHOSEN=triton.next_power_of_2(num_per_token), IS_NORMALIZED=is_normalized, num_warps=1,
-        **early_launch(logits.device),
+        BLOCK_CHOSEN=triton.next_power_of_2(num_per_token), SIZE=size, BLOCK_SIZE=triton.next_power_of_2(size),
+        IS_NORMALIZED=is_normalized, num_warps=1, **early_launch(logits.device),
     )  # fmt: skip
     return shares, chosen
 
 
 @triton.jit
 def _route_kernel(  # type: ignore[no-untyped-def]
-    logits, shares, chosen,
+    logits, x, gate, shares, chosen,
     NUM_EXPERTS: tl.constexpr, BLOCK: tl.constexpr, NUM_CHOSEN: tl.constexpr, BLOCK_CHOSEN: tl.constexpr,
-    IS_NORMALIZED: tl.constexpr, IS_EARLY: tl.constexpr
+    SIZE: tl.constexpr, BLOCK_SIZE: tl.constexpr, IS_NORMALIZED: tl.constexpr, IS_EARLY: tl.constexpr
 ):  # fmt: skip
     """Each program routes one token. For any logits, NaN included, experts are in range and differ."""
     token = tl.program_id(0).to(tl.int64)
     expert = tl.arange(0, BLOCK)
     start_next(IS_EARLY)
     await_previous(IS_EARLY)
+    if gate is not None:
+        element = tl.arange(0, BLOCK_SIZE)
+        weights = tl.load(gate + element, mask=element < SIZE, other=0.0).to(tl.float32)
+        values = tl.load(x + token * SIZE + element, mask=element < SIZE, other=0.0).to(tl.float32)
     logit = tl.load(logits + token * NUM_EXPERTS + expert, mask=expert < NUM_EXPERTS, other=-float("inf"))
     weight = tl.exp(logit.to(tl.float32) - tl.max(logit.to(tl.float32), 0))
     left = weight / tl.sum(weight, 0)
@@ -73,9 +81,12 @@ def _route_kernel(  # type: ignore[no-untyped-def]
         left = tl.where(expert == best, -1.0, left)
     if IS_NORMALIZED:
         share = share / tl.sum(share, 0)
-    target = token * NUM_CHOSEN + place
-    tl.store(shares + target, share, mask=place < NUM_CHOSEN)
-    tl.store(chosen + target, number.to(tl.int64), mask=place < NUM_CHOSEN)
+    NUM_SHARES: tl.constexpr = NUM_CHOSEN + (gate is not None)
+    tl.store(shares + token * NUM_SHARES + place, share, mask=place < NUM_CHOSEN)
+    tl.store(chosen + token * NUM_CHOSEN + place, number.to(tl.int64), mask=place < NUM_CHOSEN)
+    if gate is not None:  # rounded as other products of the tokens
+        opened = tl.sum(values * weights, 0).to(x.dtype.element_ty).to(tl.float32)
+        tl.store(shares + token * NUM_SHARES + NUM_CHOSEN, 1.0 / (1.0 + tl.exp(-opened)))
 
 
 def mix_experts(
@@ -96,7 +107,7 @@ def mix_experts(
     is_packed = any(isinstance(each, PackedWeights) for each in (gate_up, down, *(shared or ())))
     if x.dtype == torch.float64 or (is_packed and x.dtype == torch.float32):
         return reference.mix_experts(x, shares, chosen, gate_up, down, gate_up_bias, down_bias, activation, shared)
-    weights = (x, gate_up, down, *(shared or ()))
+    weights = (x, shares, gate_up, down, *(shared or ()))
     assert all(each.is_contiguous() for each in weights), f"gaps in one of {[tuple(each.shape) for each in weights]}"
     assert all(bias is None or bias.is_contiguous() for bias in (gate_up_bias, down_bias))
     assert shared is None or (gate_up_bias is None and shared[1].shape == down.shape[1:]), "another shape"
@@ -150,7 +161,7 @@ def _mix_by_expert(
     first, second = ALONE_TILES if is_alone else tiles_for(tiles, num_chosen, num_experts)
     product(x, gate_up, shared_gate_up, gate_up_bias, order, ends, activated, chosen, activation, first)
     product(activated, down, shared_down, down_bias, order, ends, made, chosen, None, second)
-    return _sum(made, shares, has_shared=shared is not None)
+    return _sum(made, shares, chosen.shape[1], has_shared=shared is not None)
 
 
 @cache
@@ -163,13 +174,13 @@ def _without_e4m3(weights: Weights, dtype: torch.dtype) -> Weights:
     return plain(weights, dtype) if isinstance(weights, PackedWeights) and weights.kind == "e4m3" else weights
 
 
-def _sum(made: Tensor, shares: Tensor, *, has_shared: bool) -> Tensor:
-    """Sums the pairs of each token; those of a shared expert, one for each token behind all others, count whole."""
-    (num_tokens, num_chosen), size = shares.shape, made.shape[1]
+def _sum(made: Tensor, shares: Tensor, num_chosen: int, *, has_shared: bool) -> Tensor:
+    """Sums the pairs of each token; those of a shared expert, one for each token behind all others, count whole without a share."""
+    (num_tokens, num_shares), size = shares.shape, made.shape[1]
     out = made.new_empty((num_tokens, size))
     _sum_kernel[(num_tokens * triton.cdiv(size, _SUM_BLOCK),)](
         made, shares, out, num_tokens * num_chosen,
-        SIZE=size, NUM_CHOSEN=num_chosen, HAS_SHARED=has_shared, BLOCK=_SUM_BLOCK, num_warps=1,
+        SIZE=size, NUM_CHOSEN=num_chosen, NUM_SHARES=num_shares, HAS_SHARED=has_shared, BLOCK=_SUM_BLOCK, num_warps=1,
         **early_launch(made.device),
     )  # fmt: skip
     return out
@@ -219,8 +230,8 @@ def _group_kernel(chosen, order, ends, num_chosen, num_pairs, num_experts, BLOCK
 @triton.jit(do_not_specialize=["first_shared"])
 def _sum_kernel(  # type: ignore[no-untyped-def]
     made, shares, out, first_shared,
-    SIZE: tl.constexpr, NUM_CHOSEN: tl.constexpr, HAS_SHARED: tl.constexpr, BLOCK: tl.constexpr,
-    IS_EARLY: tl.constexpr
+    SIZE: tl.constexpr, NUM_CHOSEN: tl.constexpr, NUM_SHARES: tl.constexpr, HAS_SHARED: tl.constexpr,
+    BLOCK: tl.constexpr, IS_EARLY: tl.constexpr
 ):  # fmt: skip
     """Each program sums a block of one token, its likeliest expert first, and last the one that computes all."""
     blocks: tl.constexpr = (SIZE + BLOCK - 1) // BLOCK
@@ -232,7 +243,8 @@ def _sum_kernel(  # type: ignore[no-untyped-def]
     for turn in range(NUM_CHOSEN):
         pair = token * NUM_CHOSEN + turn
         value = tl.load(made + pair * SIZE + column, mask=column < SIZE, other=0.0).to(tl.float32)
-        total += value * tl.load(shares + pair)
+        total += value * tl.load(shares + token * NUM_SHARES + turn)
     if HAS_SHARED:
-        total += tl.load(made + (first_shared + token) * SIZE + column, mask=column < SIZE, other=0.0).to(tl.float32)
+        value = tl.load(made + (first_shared + token) * SIZE + column, mask=column < SIZE, other=0.0).to(tl.float32)
+        total += value if NUM_SHARES == NUM_CHOSEN else value * tl.load(shares + token * NUM_SHARES + NUM_CHOSEN)
     tl.store(out + token * SIZE + column, total.to(out.dtype.element_ty), mask=column < SIZE)

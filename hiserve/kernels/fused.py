@@ -27,7 +27,6 @@ from hiserve.kernels.parts_triton import load_delta
 from hiserve.kernels.quantized import QuantizedWeight
 from hiserve.kernels.quantized_linear import quantized_linear as quantized_linear
 from hiserve.kernels.quantized_linear import quantized_parts as quantized_parts
-from hiserve.kernels.reference import sigmoid as sigmoid
 from hiserve.kernels.routing_triton import route_in_groups as route_in_groups
 from hiserve.kernels.row_codec_triton import store_halves
 from hiserve.kernels.skinny_linear import linear as linear

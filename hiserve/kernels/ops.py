@@ -123,11 +123,10 @@ class Ops(Protocol):
     def act_inputs(self, gate_up: Tensor, activation: Activation, reader: QuantizedWeight | None) -> Inputs:
         """Returns ``act_mul``; in two terms if a quantized reader takes them."""
 
-    def sigmoid(self, x: Tensor) -> Tensor:
-        """Returns the sigmoid; ``x`` may be overwritten."""
-
-    def route(self, logits: Tensor, num_per_token: int, is_normalized: bool) -> tuple[Tensor, Tensor]:
-        """Returns shares and numbers of the likeliest experts."""
+    def route(
+        self, logits: Tensor, num_per_token: int, is_normalized: bool, gated: tuple[Tensor, Tensor] | None = None
+    ) -> tuple[Tensor, Tensor]:
+        """Returns shares and numbers of the likeliest experts; of a gated shared one the share alone."""
 
     def route_in_groups(
         self, logits: Tensor, groups: ExpertGroups, num_per_token: int, is_normalized: bool

@@ -199,25 +199,30 @@ def act_inputs(gate_up: Tensor, activation: Activation, reader: QuantizedWeight 
     return act_mul(gate_up, activation)
 
 
-def sigmoid(x: Tensor) -> Tensor:
-    """The sigmoid of ``[T, n]``, which may be overwritten."""
-    return x.sigmoid_()
-
-
-def route(logits: Tensor, num_per_token: int, is_normalized: bool) -> tuple[Tensor, Tensor]:
+def route(
+    logits: Tensor, num_per_token: int, is_normalized: bool, gated: tuple[Tensor, Tensor] | None = None
+) -> tuple[Tensor, Tensor]:
     """Chooses the likeliest experts of each token.
 
     Args:
         logits: ``[T, num_experts]``; their softmax is taken in float32, or in float64 for float64.
         num_per_token: Experts to choose.
         is_normalized: Scale the shares of the chosen ones to sum to 1.
+        gated: Tokens ``[T, n]`` and ``[n]``, of one type: the gate of a shared expert, whose share is the sigmoid of their
+            product. None without.
 
     Returns:
-        Shares, float32 or float64 ``[T, num_per_token]``, and experts, int64 of the same shape.
+        Shares, float32 or float64 ``[T, num_per_token]``, behind which that of a gated expert is one more column, and
+        experts, int64 ``[T, num_per_token]``.
     """
     likelihood = logits.softmax(-1, torch.promote_types(logits.dtype, torch.float32))
     shares, experts = likelihood.topk(num_per_token, -1)
-    return (shares / shares.sum(-1, keepdim=True) if is_normalized else shares), experts
+    if is_normalized:
+        shares = shares / shares.sum(-1, keepdim=True)
+    if gated is not None:
+        x, gate = gated
+        shares = torch.cat((shares, F.linear(x, gate[None]).to(shares.dtype).sigmoid()), 1)
+    return shares, experts
 
 
 def mix_experts(
@@ -238,7 +243,7 @@ def mix_experts(
 
     Args:
         x: ``[T, n]``.
-        shares: ``[T, k]``.
+        shares: ``[T, k]``; if the shared expert has one too, it is the last of ``[T, k + 1]``.
         chosen: int64 ``[T, k]``, the experts the shares belong to.
         gate_up: ``[num_experts, 2 m, n]``.
         down: ``[num_experts, n, m]``.
@@ -251,7 +256,8 @@ def mix_experts(
         ``[T, n]``, in the dtype of ``x``.
     """
     gate_up, down = plain(gate_up, x.dtype), plain(down, x.dtype)
-    share = shares.new_zeros(x.shape[0], gate_up.shape[0]).scatter_(1, chosen, shares)
+    num_chosen = chosen.shape[1]
+    share = shares.new_zeros(x.shape[0], gate_up.shape[0]).scatter_(1, chosen, shares[:, :num_chosen])
     is_chosen = torch.zeros_like(share, dtype=torch.bool).scatter_(1, chosen, True)
     out = shares.new_zeros(x.shape)
     for expert in range(gate_up.shape[0]):
@@ -261,7 +267,8 @@ def mix_experts(
         out += torch.where(is_chosen[:, expert, None], made, 0.0)
     if shared is not None:
         into, back = (plain(each, x.dtype) for each in shared)
-        out += F.linear(act_mul(F.linear(x, into), activation), back)
+        made = F.linear(act_mul(F.linear(x, into), activation), back)
+        out += made if shares.shape[1] == num_chosen else made * shares[:, num_chosen:]
     return out.to(x.dtype)
 
 

@@ -144,7 +144,7 @@ def _row_kernel(  # type: ignore[no-untyped-def]
     ends. With an activation these are gates and their ups.
     """
     start_next(IS_EARLY)
-    column, place = _columns(num_columns, COLUMNS, ACTIVATION)
+    column, place = columns_of(num_columns, COLUMNS, ACTIVATION)
     element = tl.arange(0, DEPTH)
     is_column = column < num_columns
     rows = weight + place.to(tl.int64)[:, None] * depth + element[None, :]
@@ -161,13 +161,13 @@ def _row_kernel(  # type: ignore[no-untyped-def]
     total = tl.sum(totals, 1)[:, None]
     if bias is not None:
         total += tl.load(bias + place, mask=is_column, other=0.0).to(tl.float32)[:, None]
-    column, total = _results(column, total, out.dtype.element_ty, COLUMNS, ACTIVATION)
+    column, total = results_of(column, total, out.dtype.element_ty, COLUMNS, ACTIVATION)
     target = out + tl.program_id(1) * num_columns + column[:, None]
     tl.store(target, total.to(out.dtype.element_ty), mask=(column < num_columns)[:, None])
 
 
 @triton.jit
-def _columns(num_columns, COLUMNS: tl.constexpr, ACTIVATION: tl.constexpr):  # type: ignore[no-untyped-def]
+def columns_of(num_columns, COLUMNS: tl.constexpr, ACTIVATION: tl.constexpr):  # type: ignore[no-untyped-def]
     """Columns of the result of a program, and the rows of the weight that they are: with an activation, half of them ups."""
     lane = tl.arange(0, COLUMNS)
     if ACTIVATION is None:
@@ -181,7 +181,7 @@ def _columns(num_columns, COLUMNS: tl.constexpr, ACTIVATION: tl.constexpr):  # t
 
 
 @triton.jit
-def _results(column, total, dtype: tl.constexpr, COLUMNS: tl.constexpr, ACTIVATION: tl.constexpr):  # type: ignore[no-untyped-def]
+def results_of(column, total, dtype: tl.constexpr, COLUMNS: tl.constexpr, ACTIVATION: tl.constexpr):  # type: ignore[no-untyped-def]
     """Returns columns and float32 results ``[columns, rows]`` of a program, whose gates and ups are rounded before they meet."""
     if ACTIVATION is not None:
         half: tl.constexpr = COLUMNS // 2
@@ -230,7 +230,7 @@ def _tile_kernel(  # type: ignore[no-untyped-def]
     await_previous(IS_EARLY)
     part, num_parts = tl.program_id(1), tl.num_programs(1)
     row = tl.arange(0, ROWS)
-    column, place = _columns(num_columns, COLUMNS, ACTIVATION)
+    column, place = columns_of(num_columns, COLUMNS, ACTIVATION)
     element = tl.arange(0, DEPTH)
     is_row = row < num_rows
     num_blocks = depth // DEPTH
@@ -244,6 +244,6 @@ def _tile_kernel(  # type: ignore[no-untyped-def]
     start_next(IS_EARLY)
     if bias is not None:
         total += tl.load(bias + place).to(tl.float32)[:, None]
-    column, total = _results(column, total, out.dtype.element_ty, COLUMNS, ACTIVATION)
+    column, total = results_of(column, total, out.dtype.element_ty, COLUMNS, ACTIVATION)
     target = out + (part * num_rows + row)[:, None] * num_columns + column[None, :]
     tl.store(target, total.T.to(out.dtype.element_ty), mask=is_row[:, None])

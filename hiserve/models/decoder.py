@@ -336,7 +336,7 @@ def _moe(config: ExpertsConfig, activation: Activation, parameters: dict[str, Te
         ops=ops,
         groups=groups,
         shared=shared,
-        shared_gate=Linear(parameters.pop(ours + "shared_gate"), ops) if config.has_shared_gate else None,
+        shared_gate=parameters.pop(ours + "shared_gate").flatten() if config.has_shared_gate else None,
     )
 
 

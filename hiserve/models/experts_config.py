@@ -51,7 +51,7 @@ class ExpertsConfig(msgspec.Struct, frozen=True, kw_only=True):
     @property
     def joins_shared(self) -> bool:
         """Whether the shared expert can be part of the products of the others."""
-        return not self.has_shared_gate and 0 < self.shared_size == self.intermediate_size
+        return 0 < self.shared_size == self.intermediate_size
 
     def is_in(self, layer: int) -> bool:
         """Whether a layer, counted from 0, has experts."""

@@ -160,7 +160,8 @@ def mix() -> None:
     gate_up, down = torch.zeros(4, 128, 64, dtype=BF16), torch.zeros(4, 64, 64, dtype=BF16)
     for num_tokens in (1, 2, 400):
         x = torch.zeros(num_tokens, 64, dtype=BF16)
-        shares, _ = fused.route(torch.zeros(num_tokens, 4, dtype=BF16), 2, True)
+        gated = None if num_tokens == 2 else (x, gate_up[0, 0])
+        shares, _ = fused.route(torch.zeros(num_tokens, 4, dtype=BF16), 2, True, gated)
         fused.route_in_groups(torch.zeros(num_tokens, 32), ExpertGroups(torch.zeros(32), 8, 4, 1.0), 8, True)
         chosen = torch.zeros(num_tokens, 2, dtype=torch.int64)
         biases = torch.zeros(4, 128, dtype=BF16), torch.zeros(4, 64, dtype=BF16)

@@ -17,10 +17,11 @@ CUTS = ((0, 1), (5, 6), (7, 20), (100, 333), (332, 333))
 EXACT = ops_for(torch.device("cpu"), is_exact=True)
 ACTIVATIONS = (SILU, GELU_TANH, Activation(slope=1.7, limit=7.0, shift=1.0))
 FREQUENCIES = torch.linspace(0.001, 1, SIZE)
+GATE = torch.linspace(-0.1, 0.2, 2 * SIZE)
 OPERATIONS: dict[str, Callable[[Tensor], Tensor]] = {
     **{f"act_{i}": partial(EXACT.act_mul, activation=each) for i, each in enumerate(ACTIVATIONS)},
     "act_inputs": partial(EXACT.act_inputs, activation=SILU, reader=None),
-    "sigmoid": lambda x: EXACT.sigmoid(x[:, :1].clone()),
+    "the gate of a shared expert": lambda x: EXACT.route(x, 4, True, (x, GATE.to(x.dtype)))[0],
     "rms_norm": lambda x: EXACT.rms_norm(x, torch.full(x.shape[1:], 1.5, dtype=x.dtype), 1e-6),
     "route": lambda x: EXACT.route(x, 4, True)[0],
     "rotations": lambda x: EXACT.rotations((x[:, 0].abs() * 1e4).long(), FREQUENCIES, 1.0, torch.float32)[1],

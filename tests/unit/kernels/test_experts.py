@@ -39,6 +39,12 @@ for dtype, tolerance in TOLERANCE.items():
             assert chosen.dtype == theirs.dtype and torch.equal(chosen, theirs)
             assert shares.dtype == their_shares.dtype
             assert_close(shares, their_shares, atol=1e-6, rtol=0)
+    # A shared expert with a gate, which has one more share.
+    logits, gated = randn(3, 6, dtype=dtype), (randn(3, 20, dtype=dtype), randn(20, dtype=dtype))
+    (shares, chosen), (their_shares, theirs) = (
+        module.route(logits, 2, True, gated) for module in (experts, reference))
+    assert torch.equal(chosen, theirs) and shares.shape == (3, 3) and shares.dtype == their_shares.dtype
+    assert_close(shares, their_shares, atol=tolerance / 10, rtol=0)
 equal = torch.zeros(2, 6)
 equal[1, 4] = 1
 assert experts.route(equal, 3, True)[1].tolist() == [[0, 1, 2], [4, 0, 1]]
@@ -60,7 +66,7 @@ for tokens, count, num_experts in ((1, 1, 1), (50, 3, 4), (700, 2, 3), (4700, 2,
         assert their_ends.tolist() == [*ends.tolist(), chosen.numel() + tokens]
 """
 MIXES = """
-few_experts._GATE = few_experts._DOWN = few_experts._Block(2, 16)  # less than a row
+few_experts._GATE_DEPTH = few_experts._DOWN_DEPTH = 16  # less than a row
 # (tokens, experts, experts per token, hidden, inner): one token, uneven sizes, experts without tokens, tall blocks, tall
 # ones of which the last are filled by half, or less, and whose rows blocks fill
 for tokens, num_experts, count, hidden, inner, dtype, tolerance in typed((
@@ -79,6 +85,11 @@ for tokens, num_experts, count, hidden, inner, dtype, tolerance in typed((
     expected = reference.mix_experts(x, shares, chosen, gate_up, down, shared=shared)
     assert_close(got, expected, atol=2 * tolerance, rtol=tolerance)
     assert not tokens or (expected - without).abs().max() > 0.1
+    shares = torch.cat((shares, torch.rand(tokens, 1, generator=generator).to(shares.dtype)), 1)  # its own too
+    got, whole = experts.mix_experts(x, shares, chosen, gate_up, down, shared=shared), expected
+    expected = reference.mix_experts(x, shares, chosen, gate_up, down, shared=shared)
+    assert_close(got, expected, atol=2 * tolerance, rtol=tolerance)
+    assert not tokens or (expected - whole).abs().max() > 0.1
 """
 BIASES = """
 LIMITED = Activation(slope=1.702, shift=1.0, limit=2.0)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 import torch
 from torch import Tensor
@@ -70,6 +72,26 @@ def test_a_token_is_what_its_experts_make_of_it(
     assert got.dtype == dtype
     expected = by_token(x, num_per_token, is_normalized)
     torch.testing.assert_close(got.double(), expected, atol=20 * TOLERANCE[dtype], rtol=0)
+
+
+@pytest.mark.parametrize("form", ["joined", "dense", "sparse"])
+def test_a_shared_expert_counts_by_its_gate(form: str) -> None:
+    x, into, back, gate = (
+        randn(*shape, seed=10 + place)
+        for place, shape in enumerate(((9, HIDDEN), (2 * INNER, HIDDEN), (HIDDEN, INNER), (HIDDEN,)))
+    )
+    gate_up, up = into.chunk(2)
+    whole = ((x @ gate_up.T) * (x @ gate_up.T).sigmoid() * (x @ up.T)) @ back.T
+    layer = moe("sparse" if form == "sparse" else "dense", torch.float64, 2, True)
+    without = layer(x)
+    if form == "joined":
+        assert isinstance(layer.experts, StackedExperts)
+        gated = replace(layer, experts=replace(layer.experts, shared=(into, back)), shared_gate=gate)
+    else:
+        mlp = GatedMLP(Linear(into, reference), Linear(back, reference))
+        gated = replace(layer, shared=mlp, shared_gate=gate)
+    expected = without + whole * torch.sigmoid(x @ gate)[:, None]
+    torch.testing.assert_close(gated(x), expected, atol=1e-12, rtol=0)
 
 
 @pytest.mark.parametrize("dtype", DTYPES)

@@ -66,3 +66,28 @@ def test_a_shared_expert_of_the_size_of_the_others_joins_their_products_on_a_dev
     assert isinstance(moe.experts, StackedExperts)
     assert (moe.experts.shared is not None, moe.shared is not None) == (shared_size == 8, shared_size == 16)
     assert moe.router._weight.dtype == torch.float32, "groups are chosen among likelihoods of the bias's type"
+
+
+def test_a_shared_expert_with_a_gate_joins_the_others_too() -> None:
+    config = ExpertsConfig(
+        num_experts=4,
+        num_per_token=2,
+        intermediate_size=8,
+        is_normalized=True,
+        step=1,
+        dense_layers=frozenset(),
+        has_shared_gate=True,
+        shared_size=8,
+    )
+    shapes = {
+        "experts_gate_up": (64, 6),
+        "experts_down": (24, 8),
+        "router": (4, 6),
+        "shared_gate_up": (16, 6),
+        "shared_down": (6, 8),
+        "shared_gate": (1, 6),
+    }
+    parameters = {name: torch.empty(shape, dtype=torch.bfloat16, device="meta") for name, shape in shapes.items()}
+    moe = _moe(config, SILU, parameters, "", reference)
+    assert isinstance(moe.experts, StackedExperts) and moe.experts.shared is not None and moe.shared is None
+    assert moe.shared_gate is not None and moe.shared_gate.shape == (6,) and not parameters
