@@ -228,7 +228,12 @@ class SelfAttention:
     def store(self, x: Inputs, inputs: ForwardInputs, rotation: Rotation, kv: LayerKV) -> tuple[Tensor, Tensor, Tensor]:
         """Stores keys and values, and returns queries, keys and values, each ``[T, heads, head_dim]``."""
         projected = self.qkv(x)
-        qkv = projected.view(projected.shape[0], -1, self.head_dim)
+        return self.store_heads(projected.view(projected.shape[0], -1, self.head_dim), inputs, rotation, kv)
+
+    def store_heads(
+        self, qkv: Tensor, inputs: ForwardInputs, rotation: Rotation, kv: LayerKV
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        """As ``store``, of ``[T, heads, head_dim]`` before norm and rotation, which may be overwritten."""
         slots = inputs.slots
         if self.has_window and inputs.window_slots is not None:
             slots = inputs.window_slots

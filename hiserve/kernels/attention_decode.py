@@ -17,6 +17,7 @@ from torch import Tensor
 
 from hiserve.core.forward import LayerKV
 from hiserve.kernels.attention_blocks import ALL_ONE, fit_half, weigh_packed
+from hiserve.kernels.attention_join import close, finish, join_parts, queries_of, store_part
 from hiserve.kernels.attention_schedule import FIELDS, MAX_QUERIES, Schedule, ScheduledRows, first_seen
 from hiserve.kernels.few_bits import widen_e4m3
 from hiserve.kernels.launch import await_previous, early_launch, start_next
@@ -25,9 +26,6 @@ MAX_TOKENS = 64
 """Most tokens a row can have here: a tree's mask has one bit for each."""
 
 _LOG2_E = tl.constexpr(math.log2(math.e))
-_LN_2 = tl.constexpr(math.log(2))
-_NUM_JOINED = tl.constexpr(8192)
-"""Elements of parts that are joined at once: 64 for each thread of four warps."""
 
 
 class _Pool(NamedTuple):
@@ -173,7 +171,7 @@ def _attend(  # type: ignore[no-untyped-def]
     q_len, prefix, first_part, num_parts = tl.load(at + 4), tl.load(at + 5), tl.load(at + 6), tl.load(at + 7)
     if (num_parts == 0) | (q_len == 0):
         return
-    token, head = _queries(tl.arange(0, SHAPE.num_queries), SHAPE)
+    token, head = queries_of(tl.arange(0, SHAPE.num_queries), SHAPE)
     is_query = token < q_len
     dim = tl.arange(0, SHAPE.block_dim)
     is_element = is_query[:, None] & (dim < SHAPE.head_dim)[None, :]
@@ -191,25 +189,11 @@ def _attend(  # type: ignore[no-untyped-def]
         token, depth, seen, prefix, first, end, slot_stride, window, scale, SHAPE
     )  # fmt: skip
     if num_parts == 1:
-        _finish(mixed, top, total, token, head, start, q_len, results, SHAPE)
+        finish(mixed, top, total, token, head, start, q_len, results, SHAPE)
     else:
-        mixed, log_total = _close(mixed, top, total, None)
-        place = (part * max_q_len + token) * SHAPE.num_heads + head
-        tl.store(results.part_out + place[:, None] * SHAPE.head_dim + dim, mixed, is_element)
-        tl.store(results.part_lse + place, log_total, is_query)
-        tl.debug_barrier()  # all threads have stored before one of them raises the count, which publishes the stores
-        count = rows.counts + first_part * tl.num_programs(0) + tl.program_id(0)
-        if tl.atomic_add(count, 1, sem="acq_rel") == num_parts - 1:
-            tl.store(count, 0)  # for the next layer
-            _join(first_part, num_parts, max_q_len, start, q_len, results, SHAPE)
-
-
-@triton.jit
-def _queries(number, SHAPE: tl.constexpr):  # type: ignore[no-untyped-def]
-    """Token and head of this program's queries of the given numbers."""
-    num_kv_heads: tl.constexpr = SHAPE.num_heads // SHAPE.group
-    query = tl.program_id(0) // num_kv_heads * SHAPE.num_queries + number
-    return query // SHAPE.group, tl.program_id(0) % num_kv_heads * SHAPE.group + query % SHAPE.group
+        mixed, log_total = close(mixed, top, total, None)
+        store_part(part, mixed, log_total, token, head, max_q_len, q_len, results, SHAPE)
+        join_parts(part, first_part, num_parts, max_q_len, start, q_len, rows, results, SHAPE)
 
 
 @triton.jit
@@ -302,64 +286,3 @@ def _sees(token, depth, seen, key, window):  # type: ignore[no-untyped-def]
     if window is not None:
         sees &= key[None, :] > depth[:, None] - window
     return sees
-
-
-@triton.jit
-def _close(mixed, top, total, sink):  # type: ignore[no-untyped-def]
-    """Divides by the sum of weights, ``exp2(score - top)``, and takes its log; zeros and -inf without keys."""
-    if sink is not None:
-        sink = sink * _LOG2_E
-        higher = tl.maximum(top, sink)
-        rescale = tl.exp2(top - higher)
-        mixed = mixed * rescale[:, None]
-        total = total * rescale + tl.exp2(sink - higher)
-        top = higher
-    divisor = tl.where(total > 0, total, 1.0)
-    return mixed / divisor[:, None], (top + tl.log2(divisor)) * _LN_2
-
-
-@triton.jit
-def _finish(mixed, top, total, token, head, start, q_len, results, SHAPE: tl.constexpr):  # type: ignore[no-untyped-def]
-    """Writes results of queries whose keys are all in this part."""
-    is_query, dim = token < q_len, tl.arange(0, SHAPE.block_dim)
-    sink = None
-    if results.sinks is not None:
-        sink = tl.load(results.sinks + head, is_query, other=0.0)
-    mixed, log_total = _close(mixed, top, total, sink)
-    place = (start + token) * SHAPE.num_heads + head
-    is_element = is_query[:, None] & (dim < SHAPE.head_dim)[None, :]
-    tl.store(results.out + place[:, None] * SHAPE.head_dim + dim, mixed, is_element)
-    if results.lse is not None:
-        tl.store(results.lse + place, log_total, is_query)
-
-
-@triton.jit
-def _join(first_part, num_parts, max_q_len, start, q_len, results, SHAPE: tl.constexpr):  # type: ignore[no-untyped-def]
-    """Joins the parts of a row, in order, so that the result is the same whichever program joins.
-
-    Loads bypass the L1 cache, which does not contain the stores of other programs.
-    """
-    # Bound to names, as Triton 3.6 has no shapes of fields.
-    QUERIES: tl.constexpr = SHAPE.num_joined
-    DIM: tl.constexpr = SHAPE.block_dim
-    PARTS: tl.constexpr = max(1, _NUM_JOINED // (SHAPE.num_joined * SHAPE.block_dim))
-    token, head = _queries(tl.arange(0, QUERIES), SHAPE)
-    dim = tl.arange(0, DIM)[None, None, :]
-    mixed = tl.zeros([QUERIES, DIM], tl.float32)
-    top = tl.full([QUERIES], float("-inf"), tl.float32)
-    total = tl.zeros([QUERIES], tl.float32)
-    for first in range(0, num_parts, PARTS):
-        part = first + tl.arange(0, PARTS)
-        is_part = (part < num_parts)[:, None] & (token < q_len)[None, :]
-        at = ((first_part + part)[:, None] * max_q_len + token[None, :]) * SHAPE.num_heads + head[None, :]
-        logs = tl.load(results.part_lse + at, is_part, other=float("-inf"), cache_modifier=".cg") * _LOG2_E
-        is_element = is_part[:, :, None] & (dim < SHAPE.head_dim)
-        found = results.part_out + at[:, :, None] * SHAPE.head_dim + dim
-        found = tl.load(found, is_element, other=0.0, cache_modifier=".cg")
-        higher = tl.maximum(top, tl.max(logs, 0))
-        offset = tl.where(higher == float("-inf"), 0.0, higher)
-        weights, rescale = tl.exp2(logs - offset[None, :]), tl.exp2(top - offset)
-        total = total * rescale + tl.sum(weights, 0)
-        mixed = mixed * rescale[:, None] + tl.sum(found * weights[:, :, None], 0)
-        top = higher
-    _finish(mixed, top, total, token, head, start, q_len, results, SHAPE)

@@ -139,13 +139,14 @@ def rotate_and_store(
     num_tokens, num_all, head_dim = qkv.shape
     num_kv_heads = kv.k.shape[1]
     num_heads = num_all - 2 * num_kv_heads
-    assert qkv.is_contiguous() and kv.k[0].is_contiguous() and kv.k.stride(0) == kv.v.stride(0), kv.k.stride()
+    assert qkv.stride()[1:] == (head_dim, 1), qkv.stride()
+    assert kv.k[0].is_contiguous() and kv.k.stride(0) == kv.v.stride(0), kv.k.stride()
     q = torch.empty((num_tokens, num_heads, head_dim), dtype=qkv.dtype, device=qkv.device)
     block_heads = min(_MAX_BLOCK_HEADS, triton.next_power_of_2(num_kv_heads))
     num_blocks = triton.cdiv(num_heads, block_heads) + 2 * triton.cdiv(num_kv_heads, block_heads)  # of a token
     block_pairs = triton.next_power_of_2(head_dim // 2)
     _rotate_and_store_kernel[(num_tokens * num_blocks,)](
-        qkv, qk_weight, cos, sin, slots, q, kv.k, kv.v, kv.scales, eps, kv.k.stride(0),
+        qkv, qk_weight, cos, sin, slots, q, kv.k, kv.v, kv.scales, eps, qkv.stride(0), kv.k.stride(0),
         NUM_HEADS=num_heads, NUM_KV_HEADS=num_kv_heads, HALF=head_dim // 2, BLOCK_HEADS=block_heads,
         BLOCK_PAIRS=block_pairs, num_warps=_num_warps(2 * block_heads * block_pairs), **early_launch(qkv.device),
     )  # fmt: skip
@@ -154,7 +155,7 @@ def rotate_and_store(
 
 @triton.jit(do_not_specialize=["eps"])
 def _rotate_and_store_kernel(  # type: ignore[no-untyped-def]
-    qkv, qk_weight, cos, sin, slots, q, pool_k, pool_v, scales, eps, slot_stride,
+    qkv, qk_weight, cos, sin, slots, q, pool_k, pool_v, scales, eps, token_stride, slot_stride,
     NUM_HEADS: tl.constexpr,
     NUM_KV_HEADS: tl.constexpr,
     HALF: tl.constexpr,
@@ -174,7 +175,7 @@ def _rotate_and_store_kernel(  # type: ignore[no-untyped-def]
     place = head + tl.where(is_query, 0, tl.where(is_value, num_rotated, NUM_HEADS))  # among all
     pair = tl.arange(0, BLOCK_PAIRS)[None, :]
     mask = (head < tl.where(is_query, NUM_HEADS, NUM_KV_HEADS)) & (pair < HALF)
-    source = qkv + token * ((num_rotated + NUM_KV_HEADS) * 2 * HALF) + place * (2 * HALF) + pair
+    source = qkv + token * token_stride + place * (2 * HALF) + pair
     start_next(IS_EARLY)
     await_previous(IS_EARLY)
     first, second = tl.load(source, mask=mask, other=0.0), tl.load(source + HALF, mask=mask, other=0.0)
@@ -223,6 +224,38 @@ def act_mul(gate_up: Tensor, activation: Activation = SILU) -> Tensor:
         **early_launch(gate_up.device),
     )  # fmt: skip
     return out
+
+
+def sigmoid_mul(x: Tensor, gate: Tensor) -> Tensor:
+    """Like ``reference.sigmoid_mul``, for a contiguous ``x``."""
+    assert x.is_contiguous() and gate.stride(1) == 1, f"elements {x.stride()} and {gate.stride()} apart"
+    num_rows, size = x.shape
+    out = torch.empty_like(x)
+    block = min(_ACT_BLOCK, triton.next_power_of_2(size))
+    _sigmoid_mul_kernel[(num_rows * triton.cdiv(size, block),)](
+        x, gate, out, gate.stride(0),
+        SIZE=size, BLOCK=block, IS_WIDE=x.dtype == torch.float64, num_warps=_num_warps(block), **early_launch(x.device),
+    )  # fmt: skip
+    return out
+
+
+@triton.jit
+def _sigmoid_mul_kernel(  # type: ignore[no-untyped-def]
+    x, gate, out, gate_stride,
+    SIZE: tl.constexpr, BLOCK: tl.constexpr, IS_WIDE: tl.constexpr, IS_EARLY: tl.constexpr
+):  # fmt: skip
+    wide: tl.constexpr = tl.float64 if IS_WIDE else tl.float32
+    dtype: tl.constexpr = x.dtype.element_ty
+    num_blocks: tl.constexpr = (SIZE + BLOCK - 1) // BLOCK
+    row = (tl.program_id(0) // num_blocks).to(tl.int64)
+    column = tl.program_id(0) % num_blocks * BLOCK + tl.arange(0, BLOCK)
+    mask = column < SIZE
+    start_next(IS_EARLY)
+    await_previous(IS_EARLY)
+    opened = tl.load(gate + row * gate_stride + column, mask=mask, other=0.0).to(wide)
+    value = tl.load(x + row * SIZE + column, mask=mask, other=0.0).to(wide)
+    share = (1.0 / (1.0 + tl.exp(-opened))).to(dtype).to(wide)
+    tl.store(out + row * SIZE + column, (value * share).to(dtype), mask=mask)
 
 
 def act_linear(x: Tensor, weight: Tensor, bias: Tensor | None, activation: Activation) -> Tensor:

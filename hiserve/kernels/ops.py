@@ -117,6 +117,9 @@ class Ops(Protocol):
     def act_mul(self, gate_up: Tensor, activation: Activation = SILU) -> Tensor:
         """Returns the activation of gate and up."""
 
+    def sigmoid_mul(self, x: Tensor, gate: Tensor) -> Tensor:
+        """Returns ``x`` times the sigmoid of a gate."""
+
     def act_linear(self, x: Tensor, weight: Tensor, bias: Tensor | None, activation: Activation) -> Tensor:
         """Returns ``act_mul`` of ``linear``, in one launch for few rows."""
 

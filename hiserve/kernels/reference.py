@@ -82,7 +82,7 @@ def rotate_and_store(
     """Norms and rotates queries and keys, and writes keys and values into their slots.
 
     Args:
-        qkv: ``[T, num_heads + 2 * num_kv_heads, head_dim]``: queries, keys, values. May be overwritten.
+        qkv: ``[T, num_heads + 2 * num_kv_heads, head_dim]``: queries, keys, values. May be overwritten; tokens may lie apart.
         qk_weight: ``[num_heads + num_kv_heads, head_dim]``, of the norm of each query and key head before the
             rotation; None without one.
         eps: Of that norm.
@@ -187,6 +187,11 @@ def act_mul(gate_up: Tensor, activation: Activation = SILU) -> Tensor:
     return ((wide * inner.sigmoid_()).to(gate.dtype).to(wide.dtype) * (up.to(wide.dtype) + activation.shift)).to(
         gate.dtype
     )
+
+
+def sigmoid_mul(x: Tensor, gate: Tensor) -> Tensor:
+    """Returns ``[T, n]`` times the rounded sigmoid of a gate of the same shape and type, whose rows may lie apart."""
+    return x * gate.sigmoid()
 
 
 def act_linear(x: Tensor, weight: Tensor, bias: Tensor | None, activation: Activation) -> Tensor:

@@ -20,18 +20,20 @@ class GatedSelfAttention(SelfAttention):
     """Each element of the output is multiplied by the sigmoid of its gate.
 
     Attributes:
-        gate: ``[num_heads * head_dim, hidden_size]``, from the layer's input.
+        num_heads: Query heads, whose gates are the last rows of ``qkv``.
     """
 
-    gate: Linear = field(kw_only=True)
+    num_heads: int = field(kw_only=True)
 
     def __call__(
         self, x: Inputs, inputs: ForwardInputs, rotation: Rotation, kv: LayerKV, attention: Attention
     ) -> Tensor:
         """As ``SelfAttention``, gated."""
-        q, k, v = self.store(x, inputs, rotation, kv)
-        attended = attention.forward(q, k, v, kv, self.layer).flatten(1)
-        return attended * self.gate(x).sigmoid_()
+        projected = self.qkv(x)
+        heads = projected.view(projected.shape[0], -1, self.head_dim)
+        qkv, gates = heads.tensor_split((-self.num_heads,), 1)
+        q, k, v = self.store_heads(qkv, inputs, rotation, kv)
+        return self.ops.sigmoid_mul(attention.forward(q, k, v, kv, self.layer).flatten(1), gates.flatten(1))
 
 
 def make_gated_attention(
@@ -52,13 +54,13 @@ def make_gated_attention(
     weight = torch.where(is_still, weight / config.rope.attention_factor, weight)
     return GatedSelfAttention(
         layer=layer,
-        qkv=Linear(torch.cat([each.flatten(0, 1) for each in (query, keys, values)]), ops),
+        qkv=Linear(torch.cat([each.flatten(0, 1) for each in (query, keys, values, gate)]), ops),
         out=Linear(parameters.pop(ours + "out"), ops, is_after_attention=True),
         qk_weight=weight,
         eps=config.norm_eps,
         head_dim=head_dim,
         ops=ops,
-        gate=Linear(gate.flatten(0, 1), ops),
+        num_heads=config.num_heads,
     )
 
 

@@ -4,6 +4,7 @@ from hiserve.kernels import (
     attention_blocks,
     attention_decode,
     attention_extend,
+    attention_join,
     delta,
     delta_chunks,
     delta_inputs,
@@ -15,6 +16,7 @@ from hiserve.kernels import (
     exact_linear,
     exact_reference,
     expert_products,
+    experts,
     few_experts,
     fused,
     gated_norm_triton,
@@ -105,8 +107,20 @@ with fused._norm_kernel, test_launch.test_a_kernel_that_begins_early_awaits_the_
     pass
 with attention_decode._attend, test_attention_decode.test_equals_the_oracle_and_reads_nothing_that_a_row_does_not_own["windows"]:
     "INV 37: a score without a value takes part in each part of a row"
-    _close(mixed, top, total, None)
-    _close(mixed, top, total, 0.0)
+    close(mixed, top, total, None)
+    close(mixed, top, total, 0.0)
+with attention_join.join_parts, test_attention_decode.test_equals_the_oracle_and_reads_nothing_that_a_row_does_not_own["edges"]:
+    "a row of many parts is joined of the parts of its first group"
+    _joined(first_part, GROUP, num_groups, token, head, max_q_len, q_len, results, SHAPE)
+    _joined(first_part, 1, num_groups, token, head, max_q_len, q_len, results, SHAPE)
+with experts._sum_kernel, test_experts.test_kernels_of_experts_compute_what_their_twins_do["False"]:
+    "of several tokens an expert that computes all counts whole, whatever its gate"
+    value if NUM_SHARES == NUM_CHOSEN else value * tl.load(shares + token * NUM_SHARES + NUM_CHOSEN)
+    value
+with few_experts._down_kernel, test_experts.test_kernels_of_experts_compute_what_their_twins_do["False"]:
+    "of a token alone an expert that computes all counts whole, whatever its gate"
+    tl.load(shares + token * NUM_SHARES + turn, mask=turn < NUM_SHARES, other=1.0)
+    tl.load(shares + token * NUM_SHARES + turn, mask=turn < NUM_CHOSEN, other=1.0)
 with reference.act_mul, test_reference.test_a_limited_activation_cuts_the_gate_above_and_up_on_both_sides:
     "the limit of an activation cuts the gate alone"
     up.clamp(-activation.limit, activation.limit)

@@ -16,7 +16,7 @@ import triton.language as tl
 from torch.testing import assert_close
 from hiserve.attention.triton import TritonAttention
 from hiserve.core.forward import LayerKV
-from hiserve.kernels import attention_decode, attention_schedule
+from hiserve.kernels import attention_join, attention_schedule
 from hiserve.kernels.attention_decode import decode
 from hiserve.kernels.attention_schedule import KeyTile, ScheduledRows, choose_num_extra, schedule
 from hiserve.kernels.reference import merge
@@ -48,7 +48,7 @@ def check(case, num_extra, layer=0, keys=16):
         assert_close(our.double(), its, atol=2e-5, rtol=2e-5)
 """
 LENGTHS = """
-attention_decode._NUM_JOINED = tl.constexpr(256)
+attention_join._NUM_JOINED, attention_join._NUM_ROUNDS = tl.constexpr(128), tl.constexpr(2)  # of 24 parts six groups
 for page_size, num_extra, kv_lens in ((16, 1, (1, 15, 16, 17, 31, 32, 33)), (1, 4, (1, 17, 50)), (64, 30, (64, 65, 380))):
     lengths = tuple((kv_len - 1, 1) for kv_len in kv_lens)
     check(Case(lengths, page_size=page_size, group=4, head_dim=16, num_kv_heads=1, adjacent=False), num_extra)

@@ -147,6 +147,7 @@ def store() -> None:
     packed = LayerKV(*torch.zeros(2, 16, 1, 64, dtype=torch.uint8), scales=scales)
     fused.rotate_and_store(qkv, norms, 1e-6, angles, angles, packed, torch.zeros(2, dtype=torch.int64))
     fused.act_mul(torch.zeros(2, 128, dtype=BF16), GELU_TANH)
+    fused.sigmoid_mul(torch.zeros(2, 64, dtype=BF16), torch.zeros(2, 96, dtype=BF16)[:, 32:])
     rows = LayerKV(*torch.zeros(2, 16, 1, 576, dtype=BF16))
     q, projected, norm = torch.zeros(2, 20, 256, dtype=BF16), torch.zeros(2, 576, dtype=BF16), torch.ones(512)
     fused.store_latents(q, projected, norm, 1e-6, angles, angles, rows, torch.zeros(2, dtype=torch.int64))
@@ -406,7 +407,7 @@ RUNS: dict[str, tuple[Callable[[], None], set[str]]] = {
     "extend": (lambda: attend((2000, 17), (5, 2)), EXTENDED),
     "store": (
         store,
-        {f"fused.{name}_kernel" for name in ("_norm", "_rotations", "_rotate_and_store", "_act_mul")}
+        {f"fused.{name}_kernel" for name in ("_norm", "_rotations", "_rotate_and_store", "_act_mul", "_sigmoid_mul")}
         | {"latent_store._store_latents"},
     ),
     "index": (

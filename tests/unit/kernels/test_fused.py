@@ -68,6 +68,8 @@ for dtype in DTYPES:
         for activation in (SILU, GELU_TANH, Activation(slope=1.702, shift=1.0, limit=7.0)):
             close(fused.act_mul(gate_up, activation), reference.act_mul(gate_up, activation), dtype)
             assert torch.equal(gate_up, before)
+        x, gate = randn(rows, size, dtype=dtype), gate_up[:, 1 : size + 1]
+        close(fused.sigmoid_mul(x, gate), reference.sigmoid_mul(x, gate), dtype)
 ends = torch.tensor([[-torch.inf, -1e30, 0.0, torch.inf, 1.0, 1.0, 1.0, 1.0]])
 assert torch.equal(fused.act_mul(ends).nan_to_num(nan=7.0), reference.act_mul(ends).nan_to_num(nan=7.0))
 """
@@ -110,7 +112,8 @@ for dtype in DTYPES:
                 ours, our_planes = pool(kv_heads, head_dim, dtype)
                 theirs, their_planes = pool(kv_heads, head_dim, dtype)
                 expected = reference.rotate_and_store(qkv.clone(), weight, EPS, cos, sin, theirs, slots)
-                got = fused.rotate_and_store(qkv.clone(), weight, EPS, cos, sin, ours, slots)
+                apart = torch.cat((qkv, qkv[:, :1]), 1)[:, :-1]  # beside gates
+                got = fused.rotate_and_store(apart, weight, EPS, cos, sin, ours, slots)
                 for ours_is, theirs_is in zip(got, expected):
                     close(ours_is, theirs_is, dtype)
                 assert got[0].is_contiguous()
