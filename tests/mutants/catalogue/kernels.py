@@ -249,7 +249,7 @@ with exact_reference.act_mul, test_exact_reference.test_a_row_has_the_same_bits_
     "INV 85: on a CPU activations of several rows are computed together, whose last ones have other instructions"
     _row_by_row(partial(reference.act_mul, activation=activation), gate_up)
     reference.act_mul(gate_up, activation)
-with skinny_linear._results, test_skinny_linear.test_the_activation_of_a_projection_has_the_bits_of_its_own_launch:
+with skinny_linear.results_of, test_skinny_linear.test_the_activation_of_a_projection_has_the_bits_of_its_own_launch:
     "gates and ups are not rounded before they meet, so that a batch of another size has other bits"
     total.to(dtype).to(tl.float32)
     total
