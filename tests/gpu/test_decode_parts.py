@@ -14,11 +14,16 @@ pytestmark = pytest.mark.gpu
 LENGTHS = (3000, 5, 1024, 64, 700)
 
 
-def test_layers_and_replays_give_the_same_bits_beside_other_traffic() -> None:
+@pytest.mark.parametrize(
+    ("num_kv_heads", "head_dim", "num_extra"), [(4, 128, 60), (2, 256, 132)], ids=["at once", "in groups"]
+)
+def test_layers_and_replays_give_the_same_bits_beside_other_traffic(
+    num_kv_heads: int, head_dim: int, num_extra: int
+) -> None:
     """Each of many layers counts the parts from zero, and reads no part before it is written, nor that of a layer before."""
     print("seed 0")
     torch.manual_seed(0)
-    device, num_heads, num_kv_heads, head_dim, num_layers = torch.device("cuda"), 16, 4, 128, 24
+    device, num_heads, num_layers = torch.device("cuda"), 16, 24
     pages = -(-max(LENGTHS) // 16)
     table = torch.randperm(len(LENGTHS) * pages, device=device, dtype=torch.int32).view(len(LENGTHS), pages)
     kv = LayerKV(*torch.randn(2, table.numel() * 16, num_kv_heads, head_dim, device=device).bfloat16())
@@ -30,7 +35,7 @@ def test_layers_and_replays_give_the_same_bits_beside_other_traffic() -> None:
     tile = tile_for(head_dim, q.dtype)
 
     def attend() -> None:
-        made = schedule(rows, (num_heads, num_kv_heads), 60, tile)
+        made = schedule(rows, (num_heads, num_kv_heads), num_extra, tile)
         for layer in range(num_layers):
             decode(q[layer], kv, rows, made, page_size=16, scale=head_dim**-0.5, out=outs[layer])
 
