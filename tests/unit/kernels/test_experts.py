@@ -39,7 +39,7 @@ for dtype, tolerance in TOLERANCE.items():
             assert chosen.dtype == theirs.dtype and torch.equal(chosen, theirs)
             assert shares.dtype == their_shares.dtype
             assert_close(shares, their_shares, atol=1e-6, rtol=0)
-    # A shared expert with a gate, which has one more share.
+    # a shared expert with a gate, which has one more share.
     logits, gated = randn(3, 6, dtype=dtype), (randn(3, 20, dtype=dtype), randn(20, dtype=dtype))
     (shares, chosen), (their_shares, theirs) = (
         module.route(logits, 2, True, gated) for module in (experts, reference))
@@ -68,9 +68,10 @@ for tokens, count, num_experts in ((1, 1, 1), (50, 3, 4), (700, 2, 3), (4700, 2,
 MIXES = """
 few_experts._GATE_DEPTH = few_experts._DOWN_DEPTH = 16  # less than a row
 # (tokens, experts, experts per token, hidden, inner): one token, uneven sizes, experts without tokens, tall blocks, tall
-# ones of which the last are filled by half, or less, and whose rows blocks fill
+# ones of which the last are filled by half, or less, and whose rows blocks fill; every third is float64, which has no kernel
 for tokens, num_experts, count, hidden, inner, dtype, tolerance in typed((
-    (1, 6, 2, 40, 24), (9, 5, 2, 70, 40), (35, 2, 2, 48, 33), (70, 2, 2, 48, 33), (0, 4, 2, 16, 16), (130, 4, 2, 64, 64)
+    (0, 4, 2, 16, 16), (1, 6, 2, 40, 24), (9, 5, 2, 70, 40), (2, 4, 2, 48, 33), (35, 2, 2, 48, 33), (70, 2, 2, 48, 33),
+    (3, 4, 2, 48, 33), (130, 4, 2, 64, 64)
 ), IS_WIDE):
     x = randn(tokens, hidden, dtype=dtype)
     gate_up = randn(num_experts, 2 * inner, hidden, dtype=dtype, scale=0.2)
@@ -84,16 +85,16 @@ for tokens, num_experts, count, hidden, inner, dtype, tolerance in typed((
     got, without = experts.mix_experts(x, shares, chosen, gate_up, down, shared=shared), expected
     expected = reference.mix_experts(x, shares, chosen, gate_up, down, shared=shared)
     assert_close(got, expected, atol=2 * tolerance, rtol=tolerance)
-    assert not tokens or (expected - without).abs().max() > 0.1
+    assert not tokens or (expected - without).abs().max() > 0.05
     shares = torch.cat((shares, torch.rand(tokens, 1, generator=generator).to(shares.dtype)), 1)  # its own too
     got, whole = experts.mix_experts(x, shares, chosen, gate_up, down, shared=shared), expected
     expected = reference.mix_experts(x, shares, chosen, gate_up, down, shared=shared)
     assert_close(got, expected, atol=2 * tolerance, rtol=tolerance)
-    assert not tokens or (expected - whole).abs().max() > 0.1
+    assert not tokens or (expected - whole).abs().max() > 0.05
 """
 BIASES = """
 LIMITED = Activation(slope=1.702, shift=1.0, limit=2.0)
-for tokens, inner, dtype, tolerance in typed(((1, 40), (9, 40), (70, 33)), IS_WIDE):
+for tokens, inner, dtype, tolerance in typed(((2, 40), (1, 40), (9, 40), (2, 16), (70, 33)), IS_WIDE):
     x = randn(tokens, 48, dtype=dtype)
     gate_up, down = randn(4, 2 * inner, 48, dtype=dtype, scale=0.3), randn(4, 48, inner, dtype=dtype, scale=0.2)
     weights = gate_up, down, randn(4, 2 * inner, dtype=dtype), randn(4, 48, dtype=dtype)
