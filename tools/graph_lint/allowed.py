@@ -39,7 +39,7 @@ ALLOWED = (
     Allowed("cache/storage/page_streams.py", "PageStreams._upload", "*", _PINNED),
     Allowed("cache/storage/cuda_transfer.py", "CudaTransfers._wait_for_room", "synchronize", _OTHER_THREAD),
     Allowed("cache/storage/cuda_transfer.py", "CudaTransfers._settle", "synchronize", _OTHER_THREAD),
-    Allowed("cache/storage/snapshot_image.py", "empty_image", "allocation", _ON_CPU),
+    Allowed("cache/storage/host.py", "empty_image", "allocation", _ON_CPU),
     Allowed("cache/storage/transfer.py", "ThreadTransfers._move_windows", "allocation", _ON_CPU),
     Allowed("cache/storage/transfer.py", "ThreadTransfers._move", "tensor of values", _ON_CPU),
     Allowed("core/drafts.py", "DraftLayout.uniform", "allocation", _CACHED),

@@ -13,8 +13,7 @@ import numpy as np
 import torch
 
 from hiserve.cache.storage.device import DevicePool
-from hiserve.cache.storage.host import HostPool, page_views
-from hiserve.cache.storage.snapshot_image import empty_image
+from hiserve.cache.storage.host import HostPool, empty_image, page_views
 from hiserve.core.forward import LayerKV
 from hiserve.core.kv_groups import CacheGroupSpec
 from hiserve.core.plan import Int32Array

@@ -1,6 +1,6 @@
 """Grammars: masks, matchers, vetting."""
 
-from hiserve.engine import executor, grammar_copies, grammars, loop, planner, rows
+from hiserve.engine import executor, grammars, loop, planner, rows
 from hiserve.grammar import bounds, compiler, matcher, regular, tagged, thoughts, tools, vet, vet_process
 from hiserve.kernels import draw, sampling
 from hiserve.runners import device_rows, graph
@@ -239,7 +239,7 @@ with grammar_fields.check_shown, test_responses.test_rules_that_are_only_shown_a
     "rules of a custom tool that are no grammar are shown to the model"
     refusal.code == INVALID
     False
-with grammar_copies.GrammarCopies._compile_again, test_grammars.test_rows_that_came_in_one_burst_spread_over_several_compiled_ones:
+with grammars.GrammarCopies._compile_again, test_grammars.test_rows_that_came_in_one_burst_spread_over_several_compiled_ones:
     "the masks of rows with one grammar are computed one after another"
     sources.add(another)
     pass

@@ -11,7 +11,7 @@ from hiserve.kernels import (
     reference,
     row_codec_triton,
 )
-from hiserve.models import index_config, latent_attention, model_config, row_index
+from hiserve.models import index_config, latent_attention, model_config
 from hiserve.text.template import deepseek_v32
 from tests.e2e import test_index_graphs, test_index_oracle, test_packed_latents
 from tests.unit.kernels import test_fused, test_index_store, test_latent_decode
@@ -93,7 +93,7 @@ with reference.store_latents, test_packed_latents.test_logits_are_those_of_round
     "new latents are read as they were before they were packed"
     load_packed(kv.k[:, 0], slots, packed).to(rows.dtype)[:, None]
     rows
-with row_index.RowIndex.__call__, test_packed_latents.test_logits_are_those_of_rounded_rows["deepseek_v32"]:
+with latent_attention.RowIndex.__call__, test_packed_latents.test_logits_are_those_of_rounded_rows["deepseek_v32"]:
     "packed keys are read as keys that are not packed"
     attention.choose(self.ops.rotate_first(queries, *turns), wide, keys, inputs, packed)
     attention.choose(self.ops.rotate_first(queries, *turns), wide, keys, inputs)

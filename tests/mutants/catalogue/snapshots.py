@@ -1,7 +1,7 @@
 """Snapshots of recurrent states: their slots, their boundaries, and the rows that start from them."""
 
 from hiserve.cache.index import tails
-from hiserve.cache.storage import snapshot_image, transfer
+from hiserve.cache.storage import host, transfer
 from hiserve.core import kv_groups, window_pool
 from hiserve.engine import admission, row_snapshots, row_tails
 from tests.contract import test_transfers
@@ -103,7 +103,7 @@ with transfer.ThreadTransfers._execute, test_transfers.test_a_snapshot_arrives_w
     "INV H10: a tail arrives without its snapshot"
     copy.slots.tolist()
     []
-with snapshot_image.SnapshotImage.runs, test_snapshot_image.test_pieces_between_device_and_frames_are_the_parts_of_the_image:
+with host.SnapshotImage.runs, test_snapshot_image.test_pieces_between_device_and_frames_are_the_parts_of_the_image:
     "INV H10: a piece of a snapshot goes on behind the end of its frame"
     min(end - at, frame_bytes - within)
     end - at

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from hiserve.cache.storage.device import DevicePool
-from hiserve.cache.storage.snapshot_image import SnapshotImage
+from hiserve.cache.storage.host import SnapshotImage
 from tests.helpers.transfers import CARRIED, GROUPS
 
 SLOT, FRAMES = 2, np.array([3, 1, 6, 4, 0, 8, 2, 9, 7, 10, 5], dtype=np.int32)
