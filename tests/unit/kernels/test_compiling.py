@@ -449,14 +449,14 @@ RUNS: dict[str, tuple[Callable[[], None], set[str]]] = {
     "trees": (
         walk_trees,
         {f"step_inputs.{name}" for name in ("_check_rows", "_place_tokens")}
-        | {f"trees.{name}" for name in ("_walk_rows", "_move_rows")}
+        | {f"step_triton.{name}" for name in ("_walk_rows", "_move_rows")}
         | {f"tree_growth.{name}" for name in ("_find_candidates", "_grow_level", "_write_trees")},
     ),
     "attention to trees": (lambda: attend_trees((700, 9), (2000, 70)), DECODED | EXTENDED),
     "draft": (
         draft,
         {f"draft_triton.{name}" for name in ("_draft_inputs", "_draft_hidden_states", "_keep_hidden_states")}
-        | {"draft_window._note_drafted", "draft_window._draft_window", "ngram_search._draft_ngrams"},
+        | {"draft_triton._note_drafted", "draft_triton._draft_window", "draft_triton._draft_ngrams"},
     ),
     "states": (
         advance_states,

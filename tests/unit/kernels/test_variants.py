@@ -19,7 +19,7 @@ import pytest
         ("page_copy", "_copy_pages", ("indices",)),
         ("step_inputs", "_check_rows", ("rows", "num_new", "num_draft", "samples", "max_len")),
         ("step_inputs", "_place_tokens", ("token_rows", "offsets", "rows", "num_new", "num_draft")),
-        ("trees", "_walk_rows", ("sampling_rows", "num_draft")),
+        ("step_triton", "_walk_rows", ("sampling_rows", "num_draft")),
         ("step_triton", "_count_accepted", ("sampling_rows", "num_draft")),
         ("step_triton", "_advance_rows", ("rows", "num_draft", "sampling")),
         (
@@ -37,7 +37,7 @@ import pytest
             "_keep_hidden_states",
             ("rows", "first", "token_rows", "offsets", "legal", "qo_indptr", "table"),
         ),
-        ("ngram_search", "_draft_ngrams", ("rows", "continuations")),
+        ("draft_triton", "_draft_ngrams", ("rows", "continuations")),
         ("delta_inputs", "_make_inputs", ("rows", "starts", "state_lens", "indptr", "num_tokens", "room")),
         (
             "delta_chunks",
