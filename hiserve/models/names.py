@@ -54,11 +54,12 @@ class Form(Enum):
 
 
 class Cut(NamedTuple):
-    """A part of a tensor along one dimension."""
+    """A part of a tensor along one dimension, or of each of several equal sections of that."""
 
     dim: int
     begin: int
     end: int
+    num_sections: int = 1
 
 
 @dataclass(frozen=True, slots=True)
@@ -93,7 +94,8 @@ class TensorSource:
         """Shape of the part that the parameter has."""
         if self.cut is None:
             return self.shape
-        return (*self.shape[: self.cut.dim], self.cut.end - self.cut.begin, *self.shape[self.cut.dim + 1 :])
+        dim, begin, end, num_sections = self.cut
+        return (*self.shape[:dim], num_sections * (end - begin), *self.shape[dim + 1 :])
 
 
 def parameter_table(

@@ -20,8 +20,8 @@ from hiserve.models.reading import TORCH_DTYPES
 
 
 def has_columns(piece: TensorSource) -> bool:
-    """Whether a parameter has some columns of a tensor."""
-    return piece.cut is not None and piece.cut.dim == 1
+    """Whether a parameter has some columns of a tensor, or parts of its matrices."""
+    return piece.cut is not None and piece.cut.dim > 0
 
 
 def held_parts(held: dict[str, StoredTensor], table: Mapping[str, tuple[TensorSource, ...]]) -> dict[str, StoredTensor]:
@@ -57,7 +57,9 @@ def read_part(tensor: StoredTensor, piece: TensorSource, target: Tensor) -> None
         raise EOFError(f"{tensor.path.name} ends before byte {tensor.begin + size}") from None
     with torch.inference_mode():
         whole = torch.from_numpy(mapped).view(stored).view(piece.shape)
-        target.copy_(whole.narrow(cut.dim, cut.begin, cut.end - cut.begin))
+        before, after = piece.shape[: cut.dim], piece.shape[cut.dim + 1 :]
+        sections = whole.view(*before, cut.num_sections, -1, *after).narrow(cut.dim + 1, cut.begin, cut.end - cut.begin)
+        target.view(*before, cut.num_sections, -1, *after).copy_(sections)
 
 
 def cut_whole(whole: Tensor, pieces: tuple[TensorSource, ...]) -> Tensor:

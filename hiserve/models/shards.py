@@ -17,8 +17,10 @@ from hiserve.models.names import MXFP4_GROUP, Cut, Form, TensorSource
 
 Table = dict[str, tuple[TensorSource, ...]]
 
-_HEADS, _INNER, _INNER_OF_EXPERTS, _TOKENS = "qkv", "gate_up", "experts_gate_up", ("embedding", "head")
-_COLUMNS = {"out": "heads", "down": "inner", "experts_down": "experts"}
+_HEADS, _INNER, _INNER_OF_EXPERTS, _INNER_OF_SHARED = "qkv", "gate_up", "experts_gate_up", "shared_gate_up"
+_HEADS_OF_LATENTS = ("latents", "latent_up", "query_up")  # latents themselves are whole everywhere, as are their pages
+_TOKENS = ("embedding", "head")
+_COLUMNS = ("out", "down", "experts_down", "shared_down")
 _ONCE = ("out_bias", "down_bias", "experts_down_bias")  # added by the first rank alone
 
 
@@ -32,17 +34,15 @@ def refuse_unshardable(model: ModelConfig, size: int, *, name: str = "this model
         return
     experts = model.experts
     foreign = {
-        "latent attention": model.latent is not None,
         "compressed rows": model.compressed is not None,
         "recurrent states": model.delta is not None or model.has_attention_gates,
         "quantized experts": experts is not None
         and model.quantization is not None
         and not _has_fours_in_one_tensor(model),
-        "a shared expert": experts is not None and experts.shared_size > 0,
     }
     if named := [feature for feature, is_there in foreign.items() if is_there]:
         raise ConfigError(
-            f"--tp is {size}, but {name} has {', '.join(named)}: groups compute decoders of grouped-query attention and MLPs, or "
+            f"--tp is {size}, but {name} has {', '.join(named)}: groups compute decoders of grouped-query or latent attention and MLPs, or "
             "experts in 16 bits or more, and gpt-oss. Leave --tp out; --replicas takes more devices.",
             param="tp",
         )
@@ -76,12 +76,15 @@ def _units(model: ModelConfig) -> tuple[int, int]:
 
 def _divides(model: ModelConfig, size: int) -> bool:
     heads, keys, experts, (rows, columns) = model.num_heads, model.num_kv_heads, model.experts, _units(model)
+    if model.latent is not None:
+        keys = heads
     if heads % size or (keys % size and size % keys) or model.intermediate_size % size:
         return False
     if experts is not None:  # which alone are quantized
-        has_units = experts.intermediate_size % (size * columns) == 0
+        has_units = experts.intermediate_size % (size * columns) == experts.shared_size % size == 0
     else:
-        queries, inner = heads // size * model.head_dim, model.intermediate_size // size
+        out_dim = model.head_dim if model.latent is None else model.latent.value_dim
+        queries, inner = heads // size * out_dim, model.intermediate_size // size
         its_keys = max(1, keys // size) * model.head_dim
         has_units = not any(each % rows for each in (queries, its_keys, inner)) and not any(
             each % columns for each in (queries, inner)
@@ -96,7 +99,8 @@ def local_config(model: ModelConfig, shard: Shard) -> ModelConfig:
         return model
     experts = model.experts
     if experts is not None:
-        experts = msgspec.structs.replace(experts, intermediate_size=experts.intermediate_size // shard.size)
+        sizes = {name: getattr(experts, name) // shard.size for name in ("intermediate_size", "shared_size")}
+        experts = msgspec.structs.replace(experts, **sizes)
     return msgspec.structs.replace(
         model,
         num_heads=model.num_heads // shard.size,
@@ -139,11 +143,9 @@ def _cut(name: str, index: int, piece: TensorSource, model: ModelConfig, shard: 
         if piece.form in (Form.TRANSPOSED, Form.MXFP4):
             dim = 1 if (name == _INNER_OF_EXPERTS) == (piece.form is Form.MXFP4) else 2
             return Cut(dim, *shard.part(piece.shape[dim]))
-        raise ConfigError(
-            f"--tp is {shard.size}, but {piece.source} holds all experts in one tensor: groups read checkpoints of one tensor for "
-            "each. Leave --tp out.",
-            param="tp",
-        )
+        if name == _INNER_OF_EXPERTS:  # gates of an expert, then ups
+            return Cut(1, *shard.part(piece.shape[1] // 2), 2)
+        return Cut(2, *shard.part(piece.shape[2]))
     if name in _COLUMNS:
         return Cut(1, *shard.part(piece.shape[1]))
     if name == "sinks":
@@ -154,7 +156,13 @@ def _cut(name: str, index: int, piece: TensorSource, model: ModelConfig, shard: 
     if rows == _HEADS:
         heads = shard.part(model.num_heads) if index == 0 else shard.kv_heads(model.num_kv_heads)
         return Cut(0, heads[0] * model.head_dim, heads[1] * model.head_dim)
-    if rows in (_INNER, _INNER_OF_EXPERTS):
+    if name in _HEADS_OF_LATENTS and model.latent is not None:
+        if name == "latents" and (index or model.latent.query_rank is not None):
+            return None
+        first, last = shard.part(model.num_heads)
+        width = piece.shape[0] // model.num_heads
+        return Cut(0, first * width, last * width)
+    if rows in (_INNER, _INNER_OF_EXPERTS, _INNER_OF_SHARED):
         return Cut(0, *shard.part(piece.shape[0]))
     if name in _TOKENS:
         return Cut(0, *shard.tokens(piece.shape[0]))

@@ -39,6 +39,7 @@ from tests.helpers.cache_paths import (
     preemption,
 )
 from tests.helpers.dialogues import trained
+from tests.helpers.latent_models import save_with_mtp
 from tests.helpers.models import save_family
 from tests.helpers.packed_models import pack_gpt_oss
 from tests.helpers.rank_threads import rank_threads
@@ -173,6 +174,36 @@ def test_a_group_has_the_tokens_of_one_with_windows(family: str, size: int, tmp_
     alone, group = ask_twice(), ask_twice(size)
     assert group[0] == alone[0]
     assert min(group[1]) > 0 and group[1] == alone[1]
+
+
+@pytest.mark.parametrize(
+    ("family", "size"),
+    some(product(("deepseek_v3", "glm4_moe_lite", "deepseek_v32", "glm_moe_dsa"), (2, 4)), ("deepseek_v3", 2)),
+)
+def test_a_group_has_the_tokens_of_one_with_latents(family: str, size: int, tmp_path: Path) -> None:
+    """Heads are shared out, latents are whole on each rank, and so is the index; an MTP head drafts. Beside experts a shared one, and a dense layer before."""
+    save_with_mtp(family, tmp_path, vocab_size=window_models.VOCAB)
+    shutil.copy(find_model(NANO) / "tokenizer.json", tmp_path)
+    options = (
+        SETTINGS
+        | pool(16)
+        | {"model": str(tmp_path), "host_cache_gib": 0.01, "max_model_len": 96, "spec": "mtp", "spec_steps": 1}
+    )
+    prompts, sampling = work().prompts, work().sampling
+    found = []
+    for ranks in (1, size):
+        with rank_threads(), LLM(**options, tp=ranks) as llm:
+            first = llm.generate(prompts, sampling)
+            leave_device(llm)
+            again = llm.generate(prompts, sampling)
+        found.append(
+            [
+                [(each.outputs[0].token_ids, each.outputs[0].drafts, each.cached) for each in these]
+                for these in (first, again)
+            ]
+        )
+    assert found[0] == found[1]
+    assert sum(cached.num_tokens for *_, cached in found[0][1]) > 0
 
 
 def test_a_group_finds_what_a_group_of_its_size_has_stored(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -41,6 +41,14 @@ with weights.draw_parameters, test_shards.test_weights_that_become_quantized_hav
     "S1: each rank rounds its columns by its own largest value"
     cut_quantized(quantize(one[name], kept[name]), cut[name], param="model")
     quantize(cut_whole(one[name], cut[name]), kept[name])
+with shards._cut, test_shards.test_plain_experts_in_one_tensor_are_cut_inside:
+    "S1: the first rank has all gates of an expert, and no ups"
+    Cut(1, *shard.part(piece.shape[1] // 2), 2)
+    Cut(1, *shard.part(piece.shape[1]))
+with shards._cut, test_shards.test_heads_of_latents_are_shared_out["24-auto"]:
+    "S1: latents of queries are cut like heads"
+    index or model.latent.query_rank is not None
+    index
 with decoder.adding_exchange, test_tensor_parallel.test_a_group_has_the_tokens_of_one_with_windows["gemma3_text-2"]:
     "S1: outputs that are whole are summed again"
     config.has_out_norms

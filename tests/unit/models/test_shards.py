@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 import torch
+from safetensors.torch import load_file, save_file
 
 from hiserve.config.options import make_options
 from hiserve.distributed.shard import Shard
@@ -15,10 +16,10 @@ from hiserve.kernels.quantized import QuantizedWeight, dequantize
 from hiserve.models.builtin_shapes import read_model, shape_config
 from hiserve.models.draft_config import find_draft, model_facts
 from hiserve.models.model_config import find_model, read_model_config
-from hiserve.models.names import TensorSource
-from hiserve.models.shards import cut_table, local_config, refuse_unshardable
+from hiserve.models.shards import local_config, refuse_unshardable
 from hiserve.models.weights import load_head_parameters, load_parameters
 from tests.helpers.block_scaled import quantize as quantize_by_blocks
+from tests.helpers.latent_models import save_latent
 from tests.helpers.models import save_family, save_llama
 from tests.helpers.packed_models import pack_gpt_oss
 from tests.helpers.quantized import quantize_checkpoint
@@ -94,11 +95,46 @@ def test_all_experts_in_one_tensor_are_cut_inside(tmp_path: Path, stored: str) -
         assert torch.equal(share["layers.1.sinks"], whole["layers.1.sinks"][2 * rank : 2 * rank + 2])
 
 
-def test_experts_in_one_tensor_are_refused_whatever_their_number() -> None:
-    table = {"layers.0.experts_gate_up": (TensorSource("model.layers.0.mlp.experts.gate_up_proj", (6, 96, 64)),)}
-    with pytest.raises(ConfigError, match="all experts in one tensor") as caught:
-        cut_table(table, shape_config("llama-8b"), Shard(0, 4))
-    assert caught.value.param == "tp"
+def test_plain_experts_in_one_tensor_are_cut_inside(tmp_path: Path) -> None:
+    """Gates of an expert, then ups: each rank has what it has of a tensor for each expert and projection."""
+    save_family("qwen3_moe", tmp_path)
+    _, apart = whole_and_shares(tmp_path, "auto", 2)
+    path = tmp_path / "model.safetensors"
+    tensors = load_file(path)
+    for layer in (0, 2):
+        experts = f"model.layers.{layer}.mlp.experts."
+        gate, up, down = (
+            torch.stack([tensors.pop(f"{experts}{expert}.{name}_proj.weight") for expert in range(6)])
+            for name in ("gate", "up", "down")
+        )
+        tensors |= {experts + "gate_up_proj": torch.cat((gate, up), 1), experts + "down_proj": down}
+    save_file(tensors, path)
+    _, together = whole_and_shares(tmp_path, "auto", 2)
+    for mine, its in zip(together, apart, strict=True):
+        for name in ("layers.0.experts_gate_up", "layers.2.experts_down"):
+            assert torch.equal(mine[name], its[name])
+
+
+@pytest.mark.parametrize("load_format", ["auto", "dummy"])
+@pytest.mark.parametrize("query_rank", [24, None])
+def test_heads_of_latents_are_shared_out(tmp_path: Path, query_rank: int | None, load_format: str) -> None:
+    """Of 4 heads with keys of 24 elements, of which 8 are rotated, and values of 12; latents are whole, and so are gates of experts."""
+    save_latent("deepseek_v3", tmp_path, q_lora_rank=query_rank)
+    whole, shares = whole_and_shares(tmp_path, load_format, 2)
+    for rank, share in enumerate(shares):
+        queries, rest = sections(whole["layers.1.latents"], *((24, 40) if query_rank else (96, 40)))
+        if query_rank is None:
+            queries = queries[48 * rank : 48 * (rank + 1)]
+        else:
+            assert torch.equal(share["layers.1.query_up"], whole["layers.1.query_up"][48 * rank : 48 * (rank + 1)])
+        assert torch.equal(share["layers.1.latents"], torch.cat((queries, rest)))
+        assert torch.equal(share["layers.1.latent_up"], whole["layers.1.latent_up"][56 * rank : 56 * (rank + 1)])
+        assert torch.equal(share["layers.1.out"], whole["layers.1.out"][:, 24 * rank : 24 * (rank + 1)])
+        inner = slice(20 * rank, 20 * (rank + 1))
+        gate_up = whole["layers.1.shared_gate_up"].view(2, 40, 64)[:, inner].flatten(0, 1)
+        assert torch.equal(share["layers.1.shared_gate_up"], gate_up)
+        assert torch.equal(share["layers.1.shared_down"], whole["layers.1.shared_down"][:, inner])
+        assert torch.equal(share["layers.1.router"], whole["layers.1.router"])
 
 
 @pytest.mark.parametrize("kind", ["eagle3", "mtp"])
@@ -126,20 +162,25 @@ def test_a_file_that_was_cut_short_is_reported_for_columns_too(tmp_path: Path) -
         load_parameters(tmp_path, config, torch.float32, CPU, "auto", Shard(1, 2))
 
 
-def test_facts_of_a_share_are_those_of_its_parameters(tmp_path: Path) -> None:
-    save_llama(tmp_path)
+@pytest.mark.parametrize("family", ["llama", "deepseek_v3"])
+def test_facts_of_a_share_are_those_of_its_parameters(tmp_path: Path, family: str) -> None:
+    """Pages hold a rank's keys and values, or whole latents."""
+    if family == "llama":
+        save_llama(tmp_path)
+    else:
+        save_latent(family, tmp_path)
     config = read_model_config(tmp_path)
     facts = model_facts(make_options(tp=2, spec="off"), tmp_path, config)
     first = load_parameters(tmp_path, config, torch.float32, CPU, "auto", Shard(0, 2))
     assert facts.num_params == sum(each.numel() for each in first.values())
-    assert facts.slot_elements == config.slot_elements // 2
+    assert facts.slot_elements == config.slot_elements // (2 if family == "llama" else 1)
 
 
 @pytest.mark.parametrize(
     ("shape", "size", "fact"),
     [
         ("gpt-oss-20b-mxfp4", 4, "MLPs of width 2880 and 2880, in groups of 32. Use one of 1, 2."),
-        ("v3-like", 2, "latent attention"),
+        ("v3-like", 3, "128 heads"),
         ("qwen3.5-35b-a3b", 2, "recurrent states"),
         ("v4-flash-like", 2, "compressed rows"),
         ("llama-8b", 3, "Use one of 1, 2, 4, 8, 16, 32."),
@@ -155,8 +196,10 @@ def test_what_a_group_cannot_compute_is_refused_by_name(shape: str, size: int, f
     assert caught.value.param == "tp"
 
 
-@pytest.mark.parametrize(("shape", "size"), [("gpt-oss-20b", 4), ("gpt-oss-20b-mxfp4", 2), ("gemma-3-27b", 8)])
-def test_models_with_windows_are_computed_by_groups(shape: str, size: int) -> None:
+@pytest.mark.parametrize(
+    ("shape", "size"), [("gpt-oss-20b", 4), ("gpt-oss-20b-mxfp4", 2), ("gemma-3-27b", 8), ("v3-like", 8)]
+)
+def test_models_with_windows_or_latents_are_computed_by_groups(shape: str, size: int) -> None:
     refuse_unshardable(shape_config(shape), size)
 
 
