@@ -5,7 +5,7 @@ The definitions are those that SGLang's and vLLM's serving benchmarks share, so 
 - TTFT: first chunk that carries text - sending. E2EL: last chunk - sending.
 - TPOT of a request: (E2EL - TTFT) / (output tokens - 1); requests with one output token have none.
 - ITL per chunk: gaps between chunks, of all requests together. ITL per token: each gap divided by the tokens
-  it brought, once for each of them; only where the server tells its running token count, or sent one chunk a
+  it brought, once for each of them; only where the server sends its running token count, or sent one chunk a
   token. Chunks may carry several tokens: compare TPOT between engines, not ITL per chunk.
 """
 
@@ -146,7 +146,7 @@ class Summary(msgspec.Struct, frozen=True, kw_only=True):
     ttft_ms: Spread
     tpot_ms: Spread  # time per output token, a value for each request
     itl_chunk_ms: Spread
-    itl_token_ms: Spread | None  # gaps per token, or None when they cannot be told
+    itl_token_ms: Spread | None  # gaps per token, or None when they are unknown
     e2el_ms: Spread
     late_ms: Spread
     client_cpu_share: float  # processor time of the load generator per second of the run, 1.0 is one core

@@ -52,7 +52,7 @@ class Sample(msgspec.Struct, kw_only=True):
 
     Attributes:
         begin_s: When it was sent; later than ``due_s`` when it waited for its place under ``--max-concurrency``.
-        chunk_tokens: Output tokens so far at each of these chunks, by the server's running usage; -1 if not told.
+        chunk_tokens: Output tokens so far at each of these chunks, by the server's running usage; -1 if unknown.
         cached_by_tier: Of these, from each tier (device, host, store); empty if the server does not tell.
         miss: Why the rest did not come from the cache, by the server; empty for no reason, or if it does not tell.
     """
@@ -76,7 +76,7 @@ class Sample(msgspec.Struct, kw_only=True):
     status: int = 0  # HTTP status, 0 when there was no answer
     error: str = ""  # kind of failure (``http 429``, ``connection`` ...); empty for success
     detail: str = ""
-    output_ids: list[int] = []  # generated token ids, where they were asked for and told
+    output_ids: list[int] = []  # generated token ids, where they were asked for and sent
 
     def fail(self, error: str, detail: str, now: float) -> None:
         """Records a failure; the first one counts."""

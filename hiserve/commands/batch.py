@@ -194,7 +194,7 @@ class _Window:
 
 
 def _logged(app: ASGIApp) -> ASGIApp:
-    """Returns an application that logs errors of its own, whose clients are told nothing of them."""
+    """Returns an application that logs errors of its own, which its clients do not see."""
 
     async def logged(scope: Scope, receive: Receive, send: Send) -> None:
         try:

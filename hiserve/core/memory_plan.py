@@ -101,17 +101,17 @@ def choose_spec(given: Options, model: ModelFacts, length: int) -> tuple[SpecSet
     Raises:
         ConfigError: Drafts cannot be the trees that are asked for.
     """
-    who, why = given.spec.spec, ""
-    if who == "auto":
+    proposer, why = given.spec.spec, ""
+    if proposer == "auto":
         may_measure = given.spec.spec_steps == "auto" and given.spec.spec_tree in ("off", "auto")
         if model.draft is None:
-            who, why = "off", "no head came with the model"
+            proposer, why = "off", "no head came with the model"
         elif may_measure and length < MIN_AUTO_LEN:
-            who, why = "off", f"requests of {length} tokens are too short to measure what drafts cost"
+            proposer, why = "off", f"requests of {length} tokens are too short to measure what drafts cost"
         else:
-            who, why = model.draft.kind, "this head came with the model"
-    tree, why_tree = choose_trees(given, model, length, who, why)
-    chosen = SpecSettings(**msgspec.structs.asdict(given.spec) | {"spec": who, "spec_tree": tree})
+            proposer, why = model.draft.kind, "this head came with the model"
+    tree, why_tree = choose_trees(given, model, length, proposer, why)
+    chosen = SpecSettings(**msgspec.structs.asdict(given.spec) | {"spec": proposer, "spec_tree": tree})
     return chosen, {"spec": why, "spec_tree": why_tree}
 
 
@@ -201,10 +201,10 @@ class _Worker:
         if self._room > 0:
             return
         parallel = self._chosen.given.parallel
-        who, share_memory = "worker" if parallel.tp == 1 else "rank", self._chosen.on_cpu and parallel.replicas > 1
+        process, share_memory = "worker" if parallel.tp == 1 else "rank", self._chosen.on_cpu and parallel.replicas > 1
         raise ResourceError(
             f"the weights need {_gib(self.free - self._room)} as {self._chosen.model.dtype} but {_gib(self.free)} are free "
-            f"for each {who}. {'Lower --replicas, u' if share_memory else 'U'}se a narrower --dtype or a smaller model"
+            f"for each {process}. {'Lower --replicas, u' if share_memory else 'U'}se a narrower --dtype or a smaller model"
             f"{'' if self._chosen.on_cpu else ', or raise --tp'}.",
             param="replicas" if share_memory else "dtype",
         )

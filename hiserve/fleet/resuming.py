@@ -169,7 +169,7 @@ async def resumed(
 
 
 def _num_choices(body: dict[str, Any]) -> int:
-    """Returns the choices of all prompts; 0 where they cannot be told, or are more than an engine takes."""
+    """Returns the choices of all prompts; 0 where they are unknown, or are more than an engine takes."""
     sampling = body.get("sampling_params")
     given = [
         each.get("n") if isinstance(each, dict) else None

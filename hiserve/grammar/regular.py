@@ -72,7 +72,7 @@ def regular(rules: str) -> str | None:
 def is_whole(expression: str) -> bool:
     """Whether a regular expression closes the groups that it opens, and no others: so it stays one part within another one.
 
-    Of one with comments, which may have any bracket, this is not told: it is taken as none.
+    One with comments, which may have any bracket, is taken as none.
     """
     if "#" in expression and _HAS_COMMENTS.search(expression):
         return False

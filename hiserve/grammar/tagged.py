@@ -284,7 +284,7 @@ def _without_texts(part: Schema) -> dict[str, Any]:
 
 
 def _whole(pattern: str) -> str | None:
-    """Returns the regular expression of the texts in which a pattern is found; None if it is not one that can be told."""
+    """Returns the regular expression of the texts in which a pattern is found; None if it cannot be determined."""
     depth, at, is_class, bars = 0, 0, False, 0
     plain = ""
     while at < len(pattern):

@@ -12,7 +12,7 @@ PRIOR = 0.6  # of the first draft, before any was verified
 PRIOR_ROWS = 2.0  # rows that weigh as much
 WINDOW_ROWS = 64.0  # whose drafts are remembered,
 WINDOW_STEPS = 8.0  # and for how many steps at least
-LEAST_CHANCE = 1e-3  # of which changes are told
+LEAST_CHANCE = 1e-3  # whose changes are reported
 # Independent drafts of a chain that have the chance of the candidates of a tree's level, before trees were verified.
 TREE_CANDIDATES = 1.2
 

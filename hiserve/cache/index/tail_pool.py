@@ -35,7 +35,7 @@ class TailPool:
         num_tails: Tails on the device.
         shares: Pages that the tails of each account hold.
         num_evicted_tails: Tails that left the device because rows needed pages.
-        num_promised: Pages promised to rows and steps; who admits rows writes it.
+        num_promised: Pages promised to rows and steps; admission writes it.
         num_pinned: Pages that transfers hold, each as often as it is held.
         step: The last step that was planned.
         last_step: int64 ``[num_pages]``. Of a free page, the last step whose forward may touch it.

@@ -1,4 +1,4 @@
-"""The pages of one tier: free and evictable ones, the shares of tenants, and those that routers are told of."""
+"""The pages of one tier: free and evictable ones, the shares of tenants, and those announced to routers."""
 
 from __future__ import annotations
 

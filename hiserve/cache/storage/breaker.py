@@ -35,7 +35,7 @@ class Breaker:
 
     @property
     def is_paused(self) -> bool:
-        """Whether a call would not be allowed now; unlike ``allows`` it takes nobody's turn to try."""
+        """Whether a call would not be allowed now; unlike ``allows`` it does not use up the turn to try."""
         with self._lock:
             return self._num_failures >= MAX_FAILURES and self._clock() < self._paused_until_s
 

@@ -19,7 +19,7 @@ class PageTags:
     """Makes and verifies the headers of pages.
 
     The key of a tag is derived from the secret and the page's own key, so that no page passes for another; the nonce is
-    random. A tag is no encryption: who reads the medium reads the pages.
+    random. A tag is no encryption: a reader of the medium reads the pages.
 
     Args:
         secret: Of the servers that share the medium, 32 bytes.

@@ -156,7 +156,7 @@ class ValkeyStore:
                 try:
                     found[key] = connection.read_values([memoryview(header), buffers[key]])
                 except ProtocolError as error:
-                    # The connection is of no further use: the replies behind this one cannot be told apart.
+                    # The connection is of no further use: no later reply can be assigned to its command.
                     shard.drop(connection)
                     found[key], self._last_error = False, str(error)
                     foreign.append(key)

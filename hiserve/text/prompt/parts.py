@@ -129,7 +129,7 @@ def _has_begun(begin: str, after: str) -> bool:
 
 
 def _leaf(value: Any) -> tuple[str, ...]:
-    """Returns the text of the last value within arguments, where it is long enough to be told from marks."""
+    """Returns the text of the last value within arguments, where it is long enough to differ from marks."""
     while isinstance(value, dict | list) and value:
         value = list(value.values())[-1] if isinstance(value, dict) else value[-1]
     text = value if isinstance(value, str) else json.dumps(value)
