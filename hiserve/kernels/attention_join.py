@@ -11,7 +11,7 @@ _LOG2_E = tl.constexpr(math.log2(math.e))
 _LN_2 = tl.constexpr(math.log(2))
 _NUM_JOINED = tl.constexpr(8192)
 """Elements of parts that are joined at once: 64 for each thread of four warps."""
-_NUM_ROUNDS = tl.constexpr(4)
+_NUM_ROUNDS = tl.constexpr(2)
 """Times that a program joins as many: of a row of more parts each group of so many is joined first, by programs side by side."""
 
 
