@@ -96,12 +96,15 @@ def attend_latents(
     )
 
 
-@pytest.mark.parametrize("name", ["glm-4.7-flash", "v3-like"])
-def test_absorbed_queries_of_large_models(compiled: Compiled, name: str) -> None:
+@pytest.mark.parametrize(
+    ("name", "packs"),
+    some(product(["glm-4.7-flash", "v3-like"], [False, True]), ("glm-4.7-flash", False), ("v3-like", True)),
+)
+def test_absorbed_queries_of_large_models(compiled: Compiled, name: str, packs: bool) -> None:
+    """Plain rows of the second have the tiles of chosen rows; packed ones of the first are widened by instructions below."""
     shape: dict[str, Any] = SHAPES[name]
     heads, rank, rope_dim = (shape[each] for each in ("num_attention_heads", "kv_lora_rank", "qk_rope_head_dim"))
-    for packs in (False, True):
-        attend_latents(heads, rank, rope_dim, num_parts=3, dtype=BF16, packs=packs)
+    attend_latents(heads, rank, rope_dim, num_parts=3, dtype=BF16, packs=packs)
     assert compiled.names() == ABSORBED
 
 
@@ -119,19 +122,17 @@ def test_absorbed_queries_of_a_small_model(compiled: Compiled, dtype: torch.dtyp
     assert compiled.names() == {"latent_decode._attend"}
 
 
-def attend(*lengths: tuple[int, int]) -> None:
-    """Heads in groups, with sinks and a window in the first of two layers; in 16 bits, and in 8."""
-    for packs, layers in ((False, (0, 1)), (True, (0,))):
-        case = Case(lengths, group=8, head_dim=64, window=128, sinks=True, dtype=BF16, packs=packs)
-        for layer in layers:
+def attend(*lengths: tuple[int, int], trees: bool, in_full: bool = False) -> None:
+    """Heads in groups, in 16 bits and in 8; the first of two layers has sinks, if nothing is a tree, and a window.
+
+    Each of both goes with one layer, and with the other one beside trees, unless it is run in full.
+    """
+    group = 4 if trees else 8
+    for packs, layer in product((False, True), (0, 1)):
+        if in_full or (packs == bool(layer)) != trees:
+            options: dict[str, Any] = {"window": 128, "sinks": not trees, "trees": trees, "packs": packs}
+            case = Case(lengths, group=group, head_dim=64, dtype=BF16, **options)
             case.run(TritonAttention(case.shape), layer)
-
-
-def attend_trees(*lengths: tuple[int, int]) -> None:
-    """Nodes of trees in rows of few tokens, and a prompt beside them."""
-    case = Case(lengths, group=4, head_dim=64, window=128, dtype=BF16, trees=True)
-    for layer in (0, 1):
-        case.run(TritonAttention(case.shape), layer)
 
 
 def store() -> None:
@@ -156,8 +157,11 @@ def store() -> None:
     fused.store_latents(q, projected, norm, 1e-6, angles, angles, rows, torch.zeros(2, dtype=torch.int64), packed_rows)
 
 
-def mix() -> None:
-    """A token alone, few and many pairs of tokens and experts; with biases, and with an expert of all tokens."""
+def mix(*, in_full: bool = False) -> None:
+    """A token alone, few and many pairs of tokens and experts; with biases, and with an expert of all tokens.
+
+    Many pairs are with the latter in float32, whose tiles are the largest, and in 16 bits if it is run in full.
+    """
     gate_up, down = torch.zeros(4, 128, 64, dtype=BF16), torch.zeros(4, 64, 64, dtype=BF16)
     for num_tokens in (1, 2, 400):
         x = torch.zeros(num_tokens, 64, dtype=BF16)
@@ -169,10 +173,10 @@ def mix() -> None:
         fused.mix_experts(
             x, shares, chosen, gate_up, down, *biases, activation=Activation(slope=1.702, shift=1.0, limit=7.0)
         )
-        fused.mix_experts(x, shares, chosen, gate_up, down, shared=(gate_up[0], down[0]))
-    wide = (each.float() for each in (x, shares, gate_up, down))  # the tallest tiles have to fit these too
-    x, shares, gate_up, down = wide
-    fused.mix_experts(x, shares, chosen, gate_up, down)
+        if num_tokens < 400 or in_full:
+            fused.mix_experts(x, shares, chosen, gate_up, down, shared=(gate_up[0], down[0]))
+    x, shares, gate_up, down = (each.float() for each in (x, shares, gate_up, down))
+    fused.mix_experts(x, shares, chosen, gate_up, down, shared=(gate_up[0], down[0]))
 
 
 def mix_packed(num_tokens: int, kind: str, shared: str) -> None:
@@ -299,10 +303,13 @@ def sum_in_order() -> None:
     case.run(ExactTritonAttention(case.shape))
 
 
-def compressed() -> None:
-    """Attention of DeepSeek-V4's shape in one and in several parts, and of a small model; its index; rows of both ratios."""
+def compressed(*, in_full: bool = False) -> None:
+    """Attention of DeepSeek-V4's shape in one and in several parts, and of a small model; its index; rows of both ratios.
+
+    Chosen rows are those of the small model, and packed ones elsewhere; of the large one if it is run in full.
+    """
     case, small = CompressedStep(), CompressedStep(width=32, num_heads=4, dtype=torch.float32)
-    case.attend(compressed_fused, 4, ("heavy", "chosen"))
+    case.attend(compressed_fused, 4, ("heavy", "chosen") if in_full else ("heavy",))
     case.attend(compressed_fused, 200, ("none",))
     small.attend(compressed_fused, 4, ("chosen",))
     case.choose(compressed_fused)
@@ -403,8 +410,8 @@ DECODED = {"attention_schedule._schedule", "attention_decode._attend"}
 EXTENDED = {"attention_extend._extend", "attention_extend._join"}
 # What is run, and the kernels that it launches.
 RUNS: dict[str, tuple[Callable[[], None], set[str]]] = {
-    "decode": (lambda: attend((700, 1), (3, 1)), DECODED),
-    "extend": (lambda: attend((2000, 17), (5, 2)), EXTENDED),
+    "decode": (lambda: attend((700, 1), (3, 1), trees=False), DECODED),
+    "extend": (lambda: attend((2000, 17), (5, 2), trees=False), EXTENDED),
     "store": (
         store,
         {f"fused.{name}_kernel" for name in ("_norm", "_rotations", "_rotate_and_store", "_act_mul", "_sigmoid_mul")}
@@ -452,7 +459,7 @@ RUNS: dict[str, tuple[Callable[[], None], set[str]]] = {
         | {f"step_triton.{name}" for name in ("_walk_rows", "_move_rows")}
         | {f"tree_growth.{name}" for name in ("_find_candidates", "_grow_level", "_write_trees")},
     ),
-    "attention to trees": (lambda: attend_trees((700, 9), (2000, 70)), DECODED | EXTENDED),
+    "attention to trees": (lambda: attend((700, 9), (2000, 70), trees=True), DECODED | EXTENDED),
     "draft": (
         draft,
         {f"draft_triton.{name}" for name in ("_draft_inputs", "_draft_hidden_states", "_keep_hidden_states")}
@@ -487,6 +494,14 @@ RUNS: dict[str, tuple[Callable[[], None], set[str]]] = {
     ),
     "pages": (pages, {"page_lists._list_pages", "page_copy._copy_pages"}),
 }
+# More of the same, behind ``wide``.
+IN_FULL: dict[str, tuple[Callable[[], None], set[str]]] = {
+    "decode": (lambda: attend((700, 1), (3, 1), trees=False, in_full=True), DECODED),
+    "extend": (lambda: attend((2000, 17), (5, 2), trees=False, in_full=True), EXTENDED),
+    "attention to trees": (lambda: attend((700, 9), (2000, 70), trees=True, in_full=True), DECODED | EXTENDED),
+    "experts": (lambda: mix(in_full=True), RUNS["experts"][1]),
+    "compressed": (lambda: compressed(in_full=True), RUNS["compressed"][1]),
+}
 
 
 def test_weights_of_few_bits_are_widened_by_instructions(compiled: Compiled, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -519,9 +534,17 @@ def test_no_product_of_64_queries_has_32_columns_of_values(compiled: Compiled, m
     assert [(shape.num_queries, shape.block_dim) for shape in launched] == [(32, 64), (64, 128), (64, 64)]
 
 
-@pytest.mark.parametrize("name", RUNS)
-def test_kernels_of_a_kind_compile(compiled: Compiled, name: str) -> None:
-    run, kernels = RUNS[name]
+@pytest.mark.parametrize(
+    ("name", "runs"),
+    [
+        *(pytest.param(name, RUNS, id=name) for name in RUNS),
+        *(pytest.param(name, IN_FULL, id=f"{name} in full", marks=pytest.mark.wide) for name in IN_FULL),
+    ],
+)
+def test_kernels_of_a_kind_compile(
+    compiled: Compiled, name: str, runs: dict[str, tuple[Callable[[], None], set[str]]]
+) -> None:
+    run, kernels = runs[name]
     run()
     assert compiled.names() == kernels
 
