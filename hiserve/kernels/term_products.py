@@ -46,7 +46,8 @@ class Tile(NamedTuple):
 
 # By bits, whatever the number of rows: a row's product is the same in any batch. The fastest of some ten for a layer of Llama-8B on
 # an H200 (``benchmarks.kernels.few_bits``).
-TILES = {8: Tile(128, 64, 4, 4, 3), 4: Tile(128, 128, 4, 5, 2)}
+TILES = {8: Tile(128, 64, 4, 4, 3), 4: Tile(128, 128, 4, 3, 2)}
+_PAIRED_ROWS = 8  # of a tile, up to which a turn in 4 bits multiplies two blocks
 
 
 def has_terms(x: Tensor, weight: QuantizedWeight) -> bool:
@@ -90,6 +91,7 @@ def term_parts(
         settings["HAS_BLOCKS"] = weight.scales.dim() == 2
         _fp8_kernel[(num_tiles, num_parts)](terms.codes, terms.scales, weight.codes, weight.scales, *behind, **settings)
     else:
+        settings["BLOCKS"] = 2 if settings["ROWS"] <= _PAIRED_ROWS else 1
         settings |= {"TILE_ROWS": TILE_ROWS, "MIDDLE_ZERO": MIDDLE, "SCALES_AHEAD": _SCALES_AHEAD}
         settings["HAS_INSTRUCTIONS"] = has_instructions(device, torch.bfloat16)
         _int4_kernel[(num_tiles, num_parts)](*terms, weight.codes, weight.scales, weight.zeros, *behind, **settings)
@@ -143,53 +145,102 @@ def _int4_kernel(  # type: ignore[no-untyped-def]
     x, x_scales, x_sums, codes, scales, zeros, bias, out, num_rows, num_columns, depth,
     ROWS: tl.constexpr,
     COLUMNS: tl.constexpr,
+    BLOCKS: tl.constexpr,
     TILE_ROWS: tl.constexpr,
     MIDDLE_ZERO: tl.constexpr,
     SCALES_AHEAD: tl.constexpr,
     HAS_INSTRUCTIONS: tl.constexpr,
     IS_EARLY: tl.constexpr,
 ):  # fmt: skip
-    """Like ``_fp8_kernel``, of codes of 4 bits, which are numbers of E4M3, and zero points, which multiply sums of inputs."""
+    """Like ``_fp8_kernel``, of codes of 4 bits, which are numbers of E4M3, and zero points, which multiply sums of inputs.
+
+    A turn multiplies one or two blocks of 128 inputs by one product, as each product is waited for: of two blocks, each has
+    columns of its own, in which the inputs of the other are 0.
+    """
     await_previous(IS_EARLY)
     part, num_parts = tl.program_id(1), tl.num_programs(1)
-    row, term = tl.arange(0, ROWS), tl.arange(0, 2 * ROWS)
-    column = tl.program_id(0) * COLUMNS + tl.arange(0, COLUMNS)
-    element = tl.arange(0, 64)
-    is_row, is_term = row < num_rows, term < 2 * num_rows
     num_tiles = depth // 128
     begin, end = part * num_tiles // num_parts, (part + 1) * num_tiles // num_parts
-    rows = codes + ((column // TILE_ROWS).to(tl.int64) * num_tiles * TILE_ROWS + column % TILE_ROWS)[:, None] * 64
-    lines = scales + tl.program_id(0) * COLUMNS + tl.arange(0, COLUMNS // TILE_ROWS) * TILE_ROWS
+    first = tl.program_id(0) * COLUMNS
+    column = first + tl.arange(0, COLUMNS)
+    codes += (column // TILE_ROWS).to(tl.int64) * num_tiles * (TILE_ROWS * 64)
+    lines = scales + first + tl.arange(0, COLUMNS // TILE_ROWS) * TILE_ROWS
     if HAS_INSTRUCTIONS:
         ahead = tl.minimum(begin + tl.arange(0, SCALES_AHEAD), num_tiles - 1)
         prefetch(lines[:, None] + ahead[None, :] * num_columns)
-    tiles, terms = rows + element[None, :], x + term[None, :] * depth + element[:, None]
+    row, term = tl.arange(0, ROWS), tl.arange(0, BLOCKS * 2 * ROWS)
+    byte, element = tl.arange(0, BLOCKS * 64), tl.arange(0, BLOCKS * 128)
+    block = element // 128
+    tiles = codes[:, None] + (column % TILE_ROWS * 64)[:, None] + (byte // 64 * (TILE_ROWS * 64) + byte % 64)[None, :]
+    terms = x + (term % (2 * ROWS))[None, :] * depth + element[:, None]
+    is_term = (term % (2 * ROWS) < 2 * num_rows)[None, :] & (block[:, None] == (term // (2 * ROWS))[None, :])
     total = tl.zeros([COLUMNS, ROWS], tl.float32)
     x_scales += row * num_tiles
     x_sums += row * num_tiles
-    next_scale = tl.load(x_scales + begin, mask=is_row, other=0.0)
-    next_sum = tl.load(x_sums + begin, mask=is_row, other=0.0)
-    next_factor = tl.load(scales + begin * num_columns + column)
-    for tile in range(begin, end):
-        low, high = _split_bytes(tl.load(tiles + tile * (TILE_ROWS * 64)), HAS_INSTRUCTIONS)
-        first = tl.load(terms + tile * 128, mask=is_term[None, :], other=0.0)
-        second = tl.load(terms + tile * 128 + 64, mask=is_term[None, :], other=0.0)
-        scale, sums, factor = next_scale * 512.0, next_sum, next_factor.to(tl.float32)[:, None]
-        following = tl.minimum(tile + 1, num_tiles - 1)
-        next_scale = tl.load(x_scales + following, mask=is_row, other=0.0)
-        next_sum = tl.load(x_sums + following, mask=is_row, other=0.0)
-        next_factor = tl.load(scales + following * num_columns + column)
+    given = _given(x_scales, x_sums, scales, zeros, begin, end, row, num_rows, first, num_columns, COLUMNS, BLOCKS)
+    for tile in range(begin, end, BLOCKS):
+        packed = tl.load(tiles + tile * (TILE_ROWS * 64), mask=(byte // 64)[None, :] < end - tile, other=0)
+        values = tl.load(terms + tile * 128, mask=is_term & (block[:, None] < end - tile), other=0.0)
+        here, following = given, tile + BLOCKS
+        given = _given(
+            x_scales, x_sums, scales, zeros, following, end, row, num_rows, first, num_columns, COLUMNS, BLOCKS
+        )  # fmt: skip
         if HAS_INSTRUCTIONS:
-            prefetch(lines + tl.minimum(tile + SCALES_AHEAD, num_tiles - 1) * num_columns)
-        found = tl.dot(high, second, tl.dot(low, first))
-        coarse, fine = tl.split(found.reshape(COLUMNS, ROWS, 2))
-        zero = MIDDLE_ZERO if zeros is None else tl.load(zeros + tile * num_columns + column).to(tl.float32)[:, None]
-        total += ((coarse + fine * _FINE) * scale[None, :] - zero * sums[None, :]) * factor
+            for each in tl.static_range(BLOCKS):
+                prefetch(lines + tl.minimum(tile + each + SCALES_AHEAD, num_tiles - 1) * num_columns)
+        low, high = _split_bytes(packed, HAS_INSTRUCTIONS)
+        numbers = tl.join(low, high).reshape(COLUMNS, BLOCKS, 64, 2).permute(0, 1, 3, 2)
+        found = tl.dot(numbers.reshape(COLUMNS, BLOCKS * 128), values)
+        if BLOCKS == 1:
+            total += _scaled(found, here[0], here[1], here[2], here[3], COLUMNS, ROWS, MIDDLE_ZERO)
+        else:
+            one, other = tl.split(found.reshape(COLUMNS, 2, 2 * ROWS).permute(0, 2, 1))
+            total += _scaled(one, here[0], here[1], here[2], here[3], COLUMNS, ROWS, MIDDLE_ZERO)
+            total += _scaled(other, here[4], here[5], here[6], here[7], COLUMNS, ROWS, MIDDLE_ZERO)
     start_next(IS_EARLY)
     if bias is not None:
         total += tl.load(bias + column).to(tl.float32)[:, None]
     target = out + (part * num_rows + row)[:, None] * num_columns + column[None, :]
-    tl.store(target, total.T.to(out.dtype.element_ty), mask=is_row[:, None])
+    tl.store(target, total.T.to(out.dtype.element_ty), mask=(row < num_rows)[:, None])
+
+
+@triton.jit
+def _given(  # type: ignore[no-untyped-def]
+    x_scales, x_sums, scales, zeros, tile, end, row, num_rows, first, num_columns,
+    COLUMNS: tl.constexpr, BLOCKS: tl.constexpr
+):  # fmt: skip
+    """Returns what multiplies sums of one or two tiles: of each the scales and sums of rows, 0 behind the end, the scales and zero points of columns."""
+    is_row, here = row < num_rows * (tile < end), tl.minimum(tile, end - 1)
+    place = here * num_columns + first
+    scale = tl.load(x_scales + here, mask=is_row, other=0.0)
+    sums = tl.load(x_sums + here, mask=is_row, other=0.0)
+    factor = _load_columns(scales + place, COLUMNS)
+    zero = factor if zeros is None else _load_columns(zeros + place, COLUMNS)
+    found = scale, sums, factor, zero
+    if BLOCKS == 1:
+        return found
+    else:  # noqa: RET505 - Triton compiles what follows a return too
+        return found + _given(x_scales, x_sums, scales, zeros, tile + 1, end, row, num_rows, first, num_columns, COLUMNS, 1)
+
+
+@triton.jit
+def _load_columns(pointer, COLUMNS: tl.constexpr):  # type: ignore[no-untyped-def]
+    """Loads numbers side by side, 64 at a time: Triton then reads them where products need them, and not through shared memory."""
+    half = tl.arange(0, 64)
+    if COLUMNS == 64:
+        return tl.load(pointer + half)
+    else:  # noqa: RET505 - Triton compiles what follows a return too
+        return tl.join(tl.load(pointer + half), tl.load(pointer + 64 + half)).permute(1, 0).reshape(128)
+
+
+@triton.jit
+def _scaled(  # type: ignore[no-untyped-def]
+    found, scale, sums, factor, zero, COLUMNS: tl.constexpr, ROWS: tl.constexpr, MIDDLE_ZERO: tl.constexpr
+):  # fmt: skip
+    """Returns the products ``[COLUMNS, ROWS]`` of a tile from those of terms."""
+    coarse, fine = tl.split(found.reshape(COLUMNS, ROWS, 2))
+    middle = MIDDLE_ZERO if zero.dtype.is_floating() else zero.to(tl.float32)[:, None]
+    return ((coarse + fine * _FINE) * (scale * 512.0)[None, :] - middle * sums[None, :]) * factor.to(tl.float32)[:, None]
 
 
 @triton.jit
