@@ -184,7 +184,7 @@ def _int4_kernel(  # type: ignore[no-untyped-def]
         here, following = given, tile + BLOCKS
         given = _given(
             x_scales, x_sums, scales, zeros, following, end, row, num_rows, first, num_columns, COLUMNS, BLOCKS
-        )  # fmt: skip
+        )
         if HAS_INSTRUCTIONS:
             for each in tl.static_range(BLOCKS):
                 prefetch(lines + tl.minimum(tile + each + SCALES_AHEAD, num_tiles - 1) * num_columns)
@@ -209,7 +209,10 @@ def _given(  # type: ignore[no-untyped-def]
     x_scales, x_sums, scales, zeros, tile, end, row, num_rows, first, num_columns,
     COLUMNS: tl.constexpr, BLOCKS: tl.constexpr
 ):  # fmt: skip
-    """Returns what multiplies sums of one or two tiles: of each the scales and sums of rows, 0 behind the end, the scales and zero points of columns."""
+    """Returns what multiplies sums of one or two tiles.
+
+    These are, of each tile, scales and sums of inputs, 0 behind the end, then scales and zero points of columns.
+    """
     is_row, here = row < num_rows * (tile < end), tl.minimum(tile, end - 1)
     place = here * num_columns + first
     scale = tl.load(x_scales + here, mask=is_row, other=0.0)
@@ -217,15 +220,18 @@ def _given(  # type: ignore[no-untyped-def]
     factor = _load_columns(scales + place, COLUMNS)
     zero = factor if zeros is None else _load_columns(zeros + place, COLUMNS)
     found = scale, sums, factor, zero
-    if BLOCKS == 1:
-        return found
-    else:  # noqa: RET505 - Triton compiles what follows a return too
-        return found + _given(x_scales, x_sums, scales, zeros, tile + 1, end, row, num_rows, first, num_columns, COLUMNS, 1)
+    if BLOCKS == 2:
+        found += _given(x_scales, x_sums, scales, zeros, tile + 1, end, row, num_rows, first, num_columns, COLUMNS, 1)
+    return found
 
 
 @triton.jit
 def _load_columns(pointer, COLUMNS: tl.constexpr):  # type: ignore[no-untyped-def]
-    """Loads numbers side by side, 64 at a time: Triton then reads them where products need them, and not through shared memory."""
+    """Loads numbers side by side, 64 at a time.
+
+    If a program has more threads than a load has numbers, Triton loads these in the layout of the products, and nothing
+    passes through shared memory.
+    """
     half = tl.arange(0, 64)
     if COLUMNS == 64:
         return tl.load(pointer + half)
@@ -240,7 +246,8 @@ def _scaled(  # type: ignore[no-untyped-def]
     """Returns the products ``[COLUMNS, ROWS]`` of a tile from those of terms."""
     coarse, fine = tl.split(found.reshape(COLUMNS, ROWS, 2))
     middle = MIDDLE_ZERO if zero.dtype.is_floating() else zero.to(tl.float32)[:, None]
-    return ((coarse + fine * _FINE) * (scale * 512.0)[None, :] - middle * sums[None, :]) * factor.to(tl.float32)[:, None]
+    products = (coarse + fine * _FINE) * (scale * 512.0)[None, :] - middle * sums[None, :]
+    return products * factor.to(tl.float32)[:, None]
 
 
 @triton.jit
