@@ -72,7 +72,7 @@ class Follower:
         self._num_copies = 0  # that have not ended
         self._num_ready_pages = 0  # that the first rank knows of
         self._checksums: dict[int, int] = {}  # of steps that ended here, by step
-        self._told: deque[tuple[int, int]] = deque()  # steps that ended there, and their checksums
+        self._reported: deque[tuple[int, int]] = deque()  # steps that ended there, and their checksums
 
     def settle(self, plan: BatchPlan, decide: Callable[[], Decision | None]) -> Decision | None:
         """As the protocol: the verdict of the first rank."""
@@ -86,17 +86,17 @@ class Follower:
         )
 
     def draw(self, step_id: int, masks: MaskPlan | None) -> None:
-        """As the protocol: the first rank has told the others."""
+        """As the protocol: the first rank orders it on the others."""
 
     def take_result(self, result: StepResult) -> None:
         """As the protocol: the first rank undoes the plan, by later plans. Keeps what is compared with its own result."""
         self._checksums[result.step_id] = checksum_of(result)
 
     def void(self, step_id: int) -> None:
-        """As the protocol: the first rank tells nothing of such a step."""
+        """As the protocol: the first rank reports no checksum of such a step."""
 
     def join_acks(self, acks: list[CopyAck]) -> list[CopyAck]:
-        """As the protocol: tells the first rank, for which all of them count."""
+        """As the protocol: this rank reports each to the first one, which joins those of all."""
         self._num_copies -= len(acks)
         return acks
 
@@ -133,7 +133,7 @@ class Follower:
         self._compare(order.ended)
         self._latest = executor.submit(order.plan)
         if not order.plan.awaits_masks:
-            self._tell(order)
+            self._report_launch(order)
 
     def execute_draw(self, order: DrawOrder, executor: Executor) -> None:
         """Launches the second half of the step ordered last."""
@@ -146,13 +146,14 @@ class Follower:
             entries[:], words[:] = order.entries, order.masks
             masks = MaskPlan(order.step_id, entries, words)
         executor.draw(masks)
-        self._tell(self._order)
+        self._report_launch(self._order)
 
     def say(self, message: FromRank) -> None:
         """Sends a message to the first rank."""
         self._socket.send(encode(message))
 
-    def _tell(self, order: Order) -> None:
+    def _report_launch(self, order: Order) -> None:
+        """Reports that a step was launched, or that it found no memory; of a deferred one nothing."""
         decision = order.decision
         if decision is None or decision.action is Action.DEFER:
             return
@@ -168,12 +169,12 @@ class Follower:
         Raises:
             EngineError: A step gave its rows something else here.
         """
-        self._told.extend(ended)
-        while self._told and self._told[0][0] in self._checksums:
-            step_id, checksum = self._told.popleft()
+        self._reported.extend(ended)
+        while self._reported and self._reported[0][0] in self._checksums:
+            step_id, checksum = self._reported.popleft()
             if self._checksums[step_id] != checksum:
                 raise EngineError(f"the tokens of step {step_id} are not those of the first rank.")
-            # Also of steps before it, of which nothing is told, as they failed. Another thread adds some meanwhile.
+            # Also of steps before it, of which nothing is reported, as they failed. Another thread adds some meanwhile.
             for step in [each for each in list(self._checksums) if each <= step_id]:
                 del self._checksums[step]
 
@@ -202,7 +203,7 @@ def main(descriptor: str) -> int:
 
 
 def follow(setup: Setup, socket: FrameSocket, on_gone: Callable[[], None]) -> bool:
-    """Executes the orders of the first rank, until it says stop, or an error, which it is told.
+    """Executes the orders of the first rank, until it says stop, or an error, which is reported to it.
 
     Args:
         setup: The first message.

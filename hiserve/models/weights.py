@@ -181,7 +181,7 @@ def read_parameters(
     wanted = [each for each in wanted if held[each[0]].dtype != FP4]
     scaled = scaled_weights(held, wanted, device)
     targets = [(held[source], part) for source, part in wanted + [(scale, memory) for scale, memory, _ in scaled]]
-    with _told_which(param):
+    with _reading_errors(param):
         read_chunks(plan_chunks(targets), device)
         read_columns(held, [each for each in places if has_columns(each[0])])
         multiply(scaled, param)
@@ -305,7 +305,7 @@ def _refuse_strange_experts(parameters: dict[str, Tensor], config: ModelConfig) 
 
 
 @contextmanager
-def _told_which(param: str) -> Iterator[None]:
+def _reading_errors(param: str) -> Iterator[None]:
     """Says of a file that cannot be read which setting names it."""
     try:
         yield
