@@ -8,6 +8,8 @@ from collections.abc import Iterator
 
 import pytest
 
+from tests.helpers.forks import start_server
+
 
 def pytest_configure(config: pytest.Config) -> None:
     """Gives SIGINT its usual handler: shells start background jobs with SIGINT ignored, and so would tests and their children."""
@@ -38,10 +40,12 @@ def pytest_sessionstart() -> None:
     gc.disable()
 
 
-def pytest_collection_finish() -> None:
+def pytest_collection_finish(session: pytest.Session) -> None:
     """Keeps what collecting has made, which stays to the end, out of garbage collections: a full one takes 0.3 s of CPU with it."""
     gc.freeze()
     gc.enable()
+    if session.config.getoption("forks", 0) and not session.config.option.collectonly:
+        start_server()  # before the forks, which share it
 
 
 def pytest_sessionfinish(session: pytest.Session) -> None:

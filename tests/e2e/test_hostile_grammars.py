@@ -18,7 +18,7 @@ NUM_HOSTILE = 6, 20
 FLAGS = ("hiserve-nano", "--device", "cpu", "--cpu-threads", "1", "--kv-pages", "300", "--config")
 STREAM: dict[str, Any] = {
     "prompt": "Hello there",
-    "max_tokens": 300,
+    "max_tokens": 150,
     "ignore_eos": True,
     "temperature": 0,
     "stream": True,

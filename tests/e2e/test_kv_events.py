@@ -24,6 +24,7 @@ from hiserve.engine import executing_half
 from hiserve.engine.host_loads import LoadCostModel
 from hiserve.errors import ConfigError, ModelError, ResourceError
 from tests.e2e.live import Live, serve
+from tests.helpers.forks import forked_engines
 from tests.helpers.kv_mirror import Mirror, Reader
 from tests.helpers.waiting import PATIENCE_S
 
@@ -248,7 +249,8 @@ def test_a_model_that_does_not_load_gives_the_address_back(
 
 def test_each_replica_has_an_endpoint_and_says_who_it_is(endpoints: tuple[str, str]) -> None:
     events, replays = endpoints
-    with LLM(kv_events=events, kv_events_replay=replays, replicas=2, host_cache_gib=0, **SMALL) as llm:
+    options: dict[str, Any] = {"kv_events": events, "kv_events_replay": replays, "replicas": 2, "host_cache_gib": 0}
+    with forked_engines(), LLM(**options, **SMALL) as llm:
         routers = [Router(f"{events}-{i}", f"{replays}-{i}", rank=i) for i in range(2)]
         rng = np.random.default_rng(SEED)
         given = [rng.integers(7, 4096, 2 * PAGE).tolist() for _ in range(8)]
@@ -263,7 +265,10 @@ def test_each_replica_has_an_endpoint_and_says_who_it_is(endpoints: tuple[str, s
 def test_a_port_in_use_ends_the_start_with_its_name() -> None:
     with socket.create_server(("127.0.0.1", 0)) as taken:
         port = taken.getsockname()[1]
-        with pytest.raises(ResourceError, match=rf"^--kv-events cannot use tcp://127\.0\.0\.1:{port}: Address already"):
+        with (
+            forked_engines(),
+            pytest.raises(ResourceError, match=rf"^--kv-events cannot use tcp://127\.0\.0\.1:{port}: Address already"),
+        ):
             LLM(kv_events=f"tcp://127.0.0.1:{port}", **SMALL)
 
 

@@ -26,7 +26,7 @@ from tests.helpers.settings import identified
 from tests.helpers.waiting import PATIENCE_S
 
 SEED = 41
-NUM_NEW = 40
+NUM_NEW = 28
 EOS = 1  # of nano
 SETTINGS: dict[str, Any] = {
     "device": "cpu",

@@ -32,8 +32,8 @@ DRAWN = {
     "repetition_penalty": 1.2,
 }
 CASES: dict[str, tuple[str, dict[str, Any]]] = {
-    "greedy, with scores": (TEXT, {"temperature": 0, "logprobs": 2, "ignore_eos": True}),
-    "drawn, with penalties": (TEXT, {**DRAWN, "ignore_eos": True}),
+    "greedy, with scores": (TEXT, {"temperature": 0, "logprobs": 2, "ignore_eos": True, "max_tokens": 20}),
+    "drawn, with penalties": (TEXT, {**DRAWN, "ignore_eos": True, "max_tokens": 20}),
     "in a grammar": (TEXT, {**DRAWN, "guided_regex": "[a-z]{2,9}( [a-z]{2,9}){11}"}),
     "a call": (CHAT, {"temperature": 0.8, "tools": [TOOL], "tool_choice": "required"}),
 }

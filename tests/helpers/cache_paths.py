@@ -135,7 +135,7 @@ def eviction_storm(work: Work, folder: Path, page_size: int = PAGE, **settings: 
     ) as llm:
         ask(llm, work)
         rest(llm)
-        for backwards in (True, False, True):
+        for backwards in (True, False):
             ask(llm, work, backwards=backwards)
         counts = counts_of(llm)
         assert counts.device.num_evicted > 0 and counts.host.num_evicted > 0 and counts.loads.num_fulfilled > 0
@@ -227,7 +227,7 @@ def preemption(work: Work, folder: Path, page_size: int, **settings: object) -> 
 def storm(work: Work, folder: Path, page_size: int, **settings: object) -> None:
     """The device holds one row and a half: pages leave it and come back all the time."""
     with LLM(**SETTINGS | pool(page_size, 192) | HOST | settings) as llm:
-        for backwards in (False, True, False):
+        for backwards in (False, True):
             ask(llm, work, backwards=backwards)
             rest(llm)
         counts = counts_of(llm)

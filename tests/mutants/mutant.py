@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import ast
+import copy
 from collections.abc import Iterator
 from dataclasses import dataclass
+from functools import lru_cache
 from pathlib import Path
 
 Definition = ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef
@@ -44,7 +46,7 @@ class Mutant:
         Raises:
             ValueError: The scope is not there, or the number of matches is another one.
         """
-        tree = find_scope(ast.parse(source), self.scope)
+        tree = copy.deepcopy(find_scope(_parsed(source), self.scope))
         node = self._match(tree)
         changed = _splice(source, node, self.after)
         made = find_scope(ast.parse(changed), self.scope)
@@ -63,6 +65,11 @@ class Mutant:
             place = "one" if self.which is None else f"number {self.which} of several"
             raise ValueError(f"matches {len(found)} times, not {place}: {ast.unparse(self.before)}")
         return found[(self.which or 1) - 1]
+
+
+@lru_cache
+def _parsed(source: str) -> ast.Module:
+    return ast.parse(source)
 
 
 def find_scope(tree: ast.Module, names: tuple[str, ...]) -> ast.AST:

@@ -121,7 +121,7 @@ class FailingReplays:
 
 @pytest.mark.parametrize(
     ("who", "num_prompts", "spec", "stride"),
-    some(product((0, 1), (1, 3), ("eagle3", "mtp", "off"), (1, 3)), (0, 1, "eagle3", 3), (1, 3, "eagle3", 3)),
+    some(product((0, 1), (1, 3), ("eagle3", "mtp", "off"), (1, 3)), (0, 1, "off", 3), (1, 3, "eagle3", 3)),
 )
 def test_memory_that_runs_out_at_any_launch_of_a_graph_costs_one_step(
     who: int, num_prompts: int, spec: str, stride: int, monkeypatch: pytest.MonkeyPatch

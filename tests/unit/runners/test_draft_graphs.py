@@ -19,7 +19,7 @@ from tests.helpers.drafted import Draft, Drafted, save_heads
 from tests.helpers.recorded import RecordableAttention, RecordedCapture, recordable_ops
 from tests.helpers.widening import some
 
-STEPS, NUM_NEW, BUCKETS = 3, 13, (1, 2, 4)
+STEPS, NUM_NEW, BUCKETS = 3, 13, (1, 4)
 PROMPTS = ["Two cappuccinos, please.", "Find me a cheap hotel in Boston.", "Book a table."]
 SAMPLING = (
     SamplingParams(temperature=0.0, seed=0, max_tokens=NUM_NEW, ignore_eos=True),

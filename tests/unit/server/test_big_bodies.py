@@ -60,7 +60,8 @@ def said(*blocks: Any) -> dict[str, Any]:
 
 SIMILAR = (
     *("ids to truncate", "many prompts", "parts that fit", "many arguments", "arguments of code", "items that fit"),
-    *("items of calls", "messages of a block", "blocks to count", "one signed thought"),
+    *("items of calls", "messages of a block", "blocks to count", "one signed thought", "strings", "long text"),
+    *("documents", "results of tools", "custom calls", "sealed thoughts"),
 )  # to another attack
 # Of the thread of the event loop, for one body of up to 8 MB: copies of its bytes, and no work in Python on its values.
 LOOP_S = 0.08
