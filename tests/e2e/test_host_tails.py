@@ -40,7 +40,7 @@ from tests.helpers.tiered import (
 from tests.helpers.widening import some
 from tests.helpers.window_models import SETTINGS, VOCAB, WINDOW, WindowPool, save_with_heads
 
-NUM_NEW = 14
+NUM_NEW = 10
 PAGE = int(SETTINGS["page_size"])
 GREEDY = SamplingParams(temperature=0.0, max_tokens=NUM_NEW, ignore_eos=True)
 DRAWN = SamplingParams(temperature=0.9, seed=5, max_tokens=NUM_NEW, ignore_eos=True)

@@ -30,7 +30,7 @@ from tests.helpers.dialogues import trained
 from tests.helpers.widening import usual
 
 SEED = 43
-NUM_NEW = 22
+NUM_NEW = 17
 
 
 PATHS: tuple[Callable[..., None], ...] = (chunks, preemption, device_hits, host_hits, store_hits, storm)

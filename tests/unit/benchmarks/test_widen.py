@@ -133,18 +133,18 @@ def test_an_engine_that_starts_from_the_folder_gives_the_same_greedy_tokens(
     replies = []
     for model in (FOLDER, wide_folder):
         drive = Drive(model=str(model), **ENGINE)
-        seen = [drive.add(torch.tensor(prompt, dtype=torch.int32).numpy(), 64) for prompt in prompts]
+        seen = [drive.add(torch.tensor(prompt, dtype=torch.int32).numpy(), 32) for prompt in prompts]
         drive.finish(*seen)
         replies.append([each.tokens for each in seen])
         drive.close()
     assert replies[0] == replies[1]
-    assert [len(reply) for reply in replies[1]] == [64] * len(prompts)
+    assert [len(reply) for reply in replies[1]] == [32] * len(prompts)
 
 
 def test_a_hot_sampler_draws_what_it_draws_of_the_narrow_model_and_no_padded_token(
     wide_folder: Path, prompts: list[list[int]]
 ) -> None:
-    sampling = SamplingParams(temperature=1.5, top_p=1.0, top_k=-1, seed=11, max_tokens=48, ignore_eos=True)
+    sampling = SamplingParams(temperature=1.5, top_p=1.0, top_k=-1, seed=11, max_tokens=24, ignore_eos=True)
     drawn = []
     for model in (FOLDER, wide_folder):
         with LLM(model, in_process=True, **ENGINE) as llm:
