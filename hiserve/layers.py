@@ -227,15 +227,13 @@ class SelfAttention:
 
     def store(self, x: Inputs, inputs: ForwardInputs, rotation: Rotation, kv: LayerKV) -> tuple[Tensor, Tensor, Tensor]:
         """Stores keys and values, and returns queries, keys and values, each ``[T, heads, head_dim]``."""
-        qkv = self.qkv.parts(x)
-        if isinstance(qkv, Tensor):
-            qkv = qkv.view(qkv.shape[0], -1, self.head_dim)
-        return self.store_heads(qkv, inputs, rotation, kv)
+        projected = self.qkv(x)
+        return self.store_heads(projected.view(projected.shape[0], -1, self.head_dim), inputs, rotation, kv)
 
     def store_heads(
-        self, qkv: Summand, inputs: ForwardInputs, rotation: Rotation, kv: LayerKV
+        self, qkv: Tensor, inputs: ForwardInputs, rotation: Rotation, kv: LayerKV
     ) -> tuple[Tensor, Tensor, Tensor]:
-        """As ``store``, of ``[T, heads, head_dim]`` before norm and rotation, which may be overwritten, or of their parts."""
+        """As ``store``, of ``[T, heads, head_dim]`` before norm and rotation, which may be overwritten."""
         slots = inputs.slots
         if self.has_window and inputs.window_slots is not None:
             slots = inputs.window_slots

@@ -22,7 +22,7 @@ from hiserve.kernels.index_store import rotate_first as rotate_first
 from hiserve.kernels.index_store import store_index_keys as store_index_keys
 from hiserve.kernels.latent_store import store_latents as store_latents
 from hiserve.kernels.launch import await_previous, early_launch, start_next
-from hiserve.kernels.parts import Parts, Summand, pieces
+from hiserve.kernels.parts import Summand, pieces
 from hiserve.kernels.parts_triton import load_delta
 from hiserve.kernels.quantized import QuantizedWeight
 from hiserve.kernels.quantized_linear import quantized_linear as quantized_linear
@@ -133,18 +133,11 @@ def _rotations_kernel(  # type: ignore[no-untyped-def]
 
 
 def rotate_and_store(
-    qkv: Summand, qk_weight: Tensor | None, eps: float, cos: Tensor, sin: Tensor, kv: LayerKV, slots: Tensor
+    qkv: Tensor, qk_weight: Tensor | None, eps: float, cos: Tensor, sin: Tensor, kv: LayerKV, slots: Tensor
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Like ``reference.rotate_and_store``: keys are rotated, and rounded as values, in place; queries go to a new tensor.
-
-    Projections may come in parts, ``[T, n]``, which are added up here: keys and values then go to a new tensor too.
-    """
-    given, bias, num_parts = pieces(qkv)
-    assert given is not None, "a projection"
-    num_kv_heads, head_dim = kv.k.shape[1], cos.shape[-1]
-    if isinstance(qkv, Parts):
-        qkv = given.new_empty((given.shape[1], given.shape[2] // head_dim, head_dim), dtype=qkv.dtype)
-    num_tokens, num_all, _ = qkv.shape
+    """Like ``reference.rotate_and_store``: keys are rotated, and rounded as values, in place; queries go to a new tensor."""
+    num_tokens, num_all, head_dim = qkv.shape
+    num_kv_heads = kv.k.shape[1]
     num_heads = num_all - 2 * num_kv_heads
     assert qkv.stride()[1:] == (head_dim, 1), qkv.stride()
     assert kv.k[0].is_contiguous() and kv.k.stride(0) == kv.v.stride(0), kv.k.stride()
@@ -153,9 +146,8 @@ def rotate_and_store(
     num_blocks = triton.cdiv(num_heads, block_heads) + 2 * triton.cdiv(num_kv_heads, block_heads)  # of a token
     block_pairs = triton.next_power_of_2(head_dim // 2)
     _rotate_and_store_kernel[(num_tokens * num_blocks,)](
-        given, bias, qk_weight, cos, sin, slots, qkv, q, kv.k, kv.v, kv.scales, eps,
-        given.stride(0), qkv.stride(0), kv.k.stride(0),
-        NUM_PARTS=num_parts, NUM_HEADS=num_heads, NUM_KV_HEADS=num_kv_heads, HALF=head_dim // 2, BLOCK_HEADS=block_heads,
+        qkv, qk_weight, cos, sin, slots, q, kv.k, kv.v, kv.scales, eps, qkv.stride(0), kv.k.stride(0),
+        NUM_HEADS=num_heads, NUM_KV_HEADS=num_kv_heads, HALF=head_dim // 2, BLOCK_HEADS=block_heads,
         BLOCK_PAIRS=block_pairs, num_warps=_num_warps(2 * block_heads * block_pairs), **early_launch(qkv.device),
     )  # fmt: skip
     return q, qkv[:, num_heads:-num_kv_heads], qkv[:, -num_kv_heads:]
@@ -163,9 +155,7 @@ def rotate_and_store(
 
 @triton.jit(do_not_specialize=["eps"])
 def _rotate_and_store_kernel(  # type: ignore[no-untyped-def]
-    given, bias, qk_weight, cos, sin, slots, qkv, q, pool_k, pool_v, scales, eps,
-    part_stride, token_stride, slot_stride,
-    NUM_PARTS: tl.constexpr,
+    qkv, qk_weight, cos, sin, slots, q, pool_k, pool_v, scales, eps, token_stride, slot_stride,
     NUM_HEADS: tl.constexpr,
     NUM_KV_HEADS: tl.constexpr,
     HALF: tl.constexpr,
@@ -185,23 +175,20 @@ def _rotate_and_store_kernel(  # type: ignore[no-untyped-def]
     place = head + tl.where(is_query, 0, tl.where(is_value, num_rotated, NUM_HEADS))  # among all
     pair = tl.arange(0, BLOCK_PAIRS)[None, :]
     mask = (head < tl.where(is_query, NUM_HEADS, NUM_KV_HEADS)) & (pair < HALF)
-    column = place * (2 * HALF) + pair
-    element = token * token_stride + column
-    target = qkv + element
-    dtype: tl.constexpr = qkv.dtype.element_ty
+    source = qkv + token * token_stride + place * (2 * HALF) + pair
     start_next(IS_EARLY)
     await_previous(IS_EARLY)
-    first = load_delta(given, bias, element, column, mask, part_stride, dtype, NUM_PARTS)
-    second = load_delta(given, bias, element + HALF, column + HALF, mask, part_stride, dtype, NUM_PARTS)
+    first, second = tl.load(source, mask=mask, other=0.0), tl.load(source + HALF, mask=mask, other=0.0)
     slot = tl.load(slots + token)
     stored = slot * slot_stride + head * (2 * HALF) + pair
     if is_value:
         first, second = store_halves(first, second, pool_v, scales, slot, stored, HALF, head, 1, mask, NUM_KV_HEADS)
-        if scales is not None or NUM_PARTS > 1:
-            tl.store(target, first, mask=mask)
-            tl.store(target + HALF, second, mask=mask)
+        if scales is not None:
+            tl.store(source, first, mask=mask)
+            tl.store(source + HALF, second, mask=mask)
     else:
         wide: tl.constexpr = cos.dtype.element_ty
+        dtype: tl.constexpr = qkv.dtype.element_ty
         one, other = first.to(wide), second.to(wide)
         if qk_weight is not None:
             scale = tl.rsqrt((tl.sum(one * one, 1) + tl.sum(other * other, 1)) / (2 * HALF) + eps)[:, None]
@@ -214,15 +201,15 @@ def _rotate_and_store_kernel(  # type: ignore[no-untyped-def]
         cosine, sine = tl.load(cos + angle, mask=is_pair, other=0.0), tl.load(sin + angle, mask=is_pair, other=0.0)
         turned, partner = (one * cosine - other * sine).to(dtype), (other * cosine + one * sine).to(dtype)
         if is_query:
-            query = q + token * (NUM_HEADS * 2 * HALF) + head * (2 * HALF) + pair
-            tl.store(query, turned, mask=mask)
-            tl.store(query + HALF, partner, mask=mask)
+            target = q + token * (NUM_HEADS * 2 * HALF) + head * (2 * HALF) + pair
+            tl.store(target, turned, mask=mask)
+            tl.store(target + HALF, partner, mask=mask)
         else:
             turned, partner = store_halves(
                 turned, partner, pool_k, scales, slot, stored, HALF, head, 0, mask, NUM_KV_HEADS
             )
-            tl.store(target, turned, mask=mask)
-            tl.store(target + HALF, partner, mask=mask)
+            tl.store(source, turned, mask=mask)
+            tl.store(source + HALF, partner, mask=mask)
 
 
 def act_mul(gate_up: Tensor, activation: Activation = SILU) -> Tensor:

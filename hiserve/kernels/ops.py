@@ -57,7 +57,7 @@ class Ops(Protocol):
 
     def rotate_and_store(
         self,
-        qkv: Summand,
+        qkv: Tensor,
         qk_weight: Tensor | None,
         eps: float,
         cos: Tensor,

@@ -237,10 +237,6 @@ with term_products._given, test_terms.test_products_are_those_of_the_values:
     "kernel: behind the last of an odd number of blocks its zero points are subtracted again"
     row < num_rows * (tile < end)
     row < num_rows
-with fused._rotate_and_store_kernel, test_fused.test_fused_kernels_compute_what_their_twins_do:
-    "kernel: values that come in parts are not among the step's own"
-    scales is not None or NUM_PARTS > 1
-    scales is not None
 with exact_decode._attend, test_exact_attention.test_the_bits_of_a_query_depend_on_its_row_alone["orders"]:
     "INV 85: keys are joined where the split of the row ends, not at multiples of a segment"
     ((place + KEYS) % SHAPE.segment == 0) | (place + KEYS >= end)

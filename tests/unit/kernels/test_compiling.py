@@ -40,7 +40,6 @@ from hiserve.kernels.delta import DeltaShape
 from hiserve.kernels.latent_decode import LatentRows, decode
 from hiserve.kernels.packed_weights import PackedWeights, Weights
 from hiserve.kernels.pairs import PairFrequencies
-from hiserve.kernels.parts import Parts
 from hiserve.kernels.quantized import QuantizedWeight, pack_codes
 from hiserve.kernels.routing import ExpertGroups
 from hiserve.kernels.step_ops import FreeDraws, TokenMasks
@@ -147,9 +146,7 @@ def store() -> None:
     fused.rotate_and_store(qkv, norms, 1e-6, angles, angles, kv, torch.zeros(2, dtype=torch.int64))
     scales = torch.zeros(16, 1, dtype=torch.int32)
     packed = LayerKV(*torch.zeros(2, 16, 1, 64, dtype=torch.uint8), scales=scales)
-    parts = Parts(torch.zeros(3, 2, 256), qkv[0].flatten(), BF16)
-    for each in (qkv, parts):
-        fused.rotate_and_store(each, norms, 1e-6, angles, angles, packed, torch.zeros(2, dtype=torch.int64))
+    fused.rotate_and_store(qkv, norms, 1e-6, angles, angles, packed, torch.zeros(2, dtype=torch.int64))
     fused.act_mul(torch.zeros(2, 128, dtype=BF16), GELU_TANH)
     fused.sigmoid_mul(torch.zeros(2, 64, dtype=BF16), torch.zeros(2, 96, dtype=BF16)[:, 32:])
     rows = LayerKV(*torch.zeros(2, 16, 1, 576, dtype=BF16))

@@ -119,14 +119,6 @@ for dtype in DTYPES:
                 assert got[0].is_contiguous()
                 assert torch.equal(ours.k[slots], got[1]) and torch.equal(ours.v[slots], got[2])
                 assert torch.equal(our_planes.isnan(), their_planes.isnan()), "other slots were written"
-            # the last qkv, its values and a bias in parts
-            if has_norm == (dtype == torch.float32):
-                halves = torch.stack((qkv.flatten(1), qkv.flatten(1) / 3)).float()
-                parts = Parts(halves, randn(qkv[0].numel(), dtype=dtype), dtype)
-                got = fused.rotate_and_store(parts, weight, EPS, cos, sin, ours, slots)
-                expected = fused.rotate_and_store(summed(parts).view_as(qkv), weight, EPS, cos, sin, theirs, slots)
-                for one, other in zip((*got, ours.k[slots], ours.v[slots]), (*expected, theirs.k[slots], theirs.v[slots])):
-                    assert torch.equal(one, other), "a sum of parts has other bits in a launch of its own"
 """
 LATENTS = """
 # (heads, elements of a query that stay, rank, rotated elements): whole blocks of heads, parts of one, uneven ranks
