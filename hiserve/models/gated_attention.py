@@ -29,11 +29,18 @@ class GatedSelfAttention(SelfAttention):
         self, x: Inputs, inputs: ForwardInputs, rotation: Rotation, kv: LayerKV, attention: Attention
     ) -> Tensor:
         """As ``SelfAttention``, gated."""
-        projected = self.qkv(x)
-        heads = projected.view(projected.shape[0], -1, self.head_dim)
-        qkv, gates = heads.tensor_split((-self.num_heads,), 1)
+        qkv, gates = self._project(x)
         q, k, v = self.store_heads(qkv, inputs, rotation, kv)
         return self.ops.sigmoid_mul(attention.forward(q, k, v, kv, self.layer).flatten(1), gates.flatten(1))
+
+    def store(self, x: Inputs, inputs: ForwardInputs, rotation: Rotation, kv: LayerKV) -> tuple[Tensor, Tensor, Tensor]:
+        """As ``SelfAttention.store``, without the gates."""
+        return self.store_heads(self._project(x)[0], inputs, rotation, kv)
+
+    def _project(self, x: Inputs) -> tuple[Tensor, ...]:
+        """Returns queries, keys and values, then gates, each ``[T, heads, head_dim]``, of one tensor."""
+        projected = self.qkv(x)
+        return projected.view(projected.shape[0], -1, self.head_dim).tensor_split((-self.num_heads,), 1)
 
 
 def make_gated_attention(

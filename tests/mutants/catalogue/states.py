@@ -7,7 +7,7 @@ from hiserve.runners import mixed, row_states
 from tests.e2e import test_state_families_oracle, test_state_graphs, test_state_rows
 from tests.unit.attention import test_triton
 from tests.unit.kernels import test_delta, test_delta_triton, test_step_triton
-from tests.unit.models import test_delta_config, test_state_heads
+from tests.unit.models import test_delta_config, test_gated_attention, test_state_heads
 from tests.unit.runners import test_row_states
 
 with step_reference.advance, test_step_triton.test_rows_advance_by_what_was_emitted_and_faulted_ones_forget:
@@ -64,6 +64,10 @@ with (
     "elements that are not rotated have YaRN's factor"
     torch.where(is_still, weight / config.rope.attention_factor, weight)
     weight
+with gated_attention.GatedSelfAttention.store, test_gated_attention.test_gates_take_part_in_outputs_and_in_nothing_that_is_stored:
+    "a draft head that only updates its cache takes gates of attention for values"
+    self._project(x)[0]
+    self.qkv(x).view(x.shape[0], -1, self.head_dim)
 with mixed.MixedRunner.run, test_state_graphs.test_graphs_give_the_tokens_of_eager_steps["qwen3_5_text-overrides0-off-1"]:
     "the logits of a mixed graph are those of attention without its gates"
     captured.reached
