@@ -26,7 +26,7 @@ from tests.helpers.settings import identified
 from tests.helpers.waiting import PATIENCE_S
 
 SEED = 41
-NUM_NEW = 28
+NUM_NEW = 40
 EOS = 1  # of nano
 SETTINGS: dict[str, Any] = {
     "device": "cpu",
@@ -94,18 +94,19 @@ async def read(client: EngineClient, name: str, sampling: SamplingParams, got: G
 
 
 async def run(client: EngineClient, asked: dict[str, SamplingParams], num_deaths: int) -> dict[str, Got]:
-    """Reads all at once; kills the worker while a prompt is scored, and then when a share of the tokens has come."""
+    """Reads all at once; kills the worker while a prompt is scored, and the next one when a share of the tokens came from it."""
     got = {name: Got() for name in asked}
     tasks = [asyncio.create_task(read(client, name, sampling, got[name])) for name, sampling in asked.items()]
-    total = sum(sampling.max_tokens or 0 for sampling in asked.values())
+    share = sum(sampling.max_tokens or 0 for sampling in asked.values()) // 8
     for death in range(num_deaths):
         async with asyncio.timeout(PATIENCE_S):
-            while sum(len(each.tokens) for each in got.values()) < total * death // (num_deaths + 2):
-                await asyncio.sleep(0.001)
-            while death == 0 and not got["scores of the prompt"].scores:
-                await asyncio.sleep(0.001)
             while not (workers := (await client.status()).workers) or workers[0].incarnation != death + 1:
                 await asyncio.sleep(0.01)
+            num_before = sum(len(each.tokens) for each in got.values())  # but for what is on its way
+            while death == 0 and not got["scores of the prompt"].scores:
+                await asyncio.sleep(0.001)
+            while death > 0 and sum(len(each.tokens) for each in got.values()) < num_before + share:
+                await asyncio.sleep(0.001)
         os.kill(workers[0].pid, signal.SIGKILL)
     async with asyncio.timeout(PATIENCE_S):
         await asyncio.gather(*tasks)
