@@ -49,8 +49,7 @@ logger = logging.getLogger(__name__)
 LINGER_S = 1.5  # for checksums at the end, where pages outlive the server; a supervisor waits longer
 WARM_TOKENS = 16  # of a row: a cold head attends to so many before its drafts are tried
 UPLOAD_SHARE = 4  # of the host pages, one in so many may be kept for uploads
-logger = logging.getLogger(__name__)
-TOUCH_TIMEOUT_S = 600.0
+TOUCH_TIMEOUT_S = 600.0  # for the memory of recovered pages to be made ready
 
 
 def build_engine(

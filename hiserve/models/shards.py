@@ -47,7 +47,7 @@ def refuse_unshardable(model: ModelConfig, size: int, *, name: str = "this model
             param="tp",
         )
     if not _divides(model, size):
-        allowed = [each for each in range(1, model.num_heads + 1) if _divides(model, each)]
+        allowed = [1, *(each for each in range(2, model.num_heads + 1) if _divides(model, each))]
         inner = str(
             model.intermediate_size if experts is None else f"{model.intermediate_size} and {experts.intermediate_size}"
         )

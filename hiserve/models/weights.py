@@ -197,7 +197,8 @@ def read_parameters(
 def _has_cut_codes(held: dict[str, StoredTensor], four_bits: Collection[str], pieces: tuple[TensorSource, ...]) -> bool:
     """Whether a parameter has parts of tensors in 8 or 4 bits, which are spelled out whole."""
     return any(
-        piece.cut is not None and (piece.source in four_bits or held[piece.source].dtype == FP8) for piece in pieces
+        piece.cut is not None and (piece.source in four_bits or held[piece.source].dtype in (FP8, FP4))
+        for piece in pieces
     )
 
 

@@ -101,13 +101,18 @@ def test_a_group_drafts_with_a_head_of_few_tokens(tmp_path: Path) -> None:
     options = (
         SETTINGS | pool(16) | {"max_model_len": 96, "host_cache_gib": 0, "spec": f"eagle3:{tmp_path}", "spec_steps": 2}
     )
-    found = []
+    found, scores = [], []
     for size in (1, 2):
         with rank_threads(), LLM(**options, tp=size) as llm:
             outputs = [each.outputs[0] for each in llm.generate(work().prompts, work().sampling)]
+            (asked,) = llm.generate(
+                work().prompts[:1], SamplingParams(temperature=0.0, max_tokens=1, prompt_logprobs=2)
+            )
         found.append([(each.token_ids, each.drafts) for each in outputs])
+        scores.append([each.logprob for each in asked.prompt_logprobs or () if each is not None])
     assert found[0] == found[1]
     assert sum(drafts.accepted for _, drafts in found[0] if drafts) > 0
+    assert scores[0] and scores[1] == pytest.approx(scores[0], abs=1e-6)  # of a step that draws from shares otherwise
 
 
 @pytest.mark.parametrize("scheme", some(["int4", "fp8"], "int4"))

@@ -6,7 +6,7 @@ from hiserve.distributed import collectives, shard
 from hiserve.engine import executor, joined_acks, rank, ranks, step_exchanges
 from hiserve.kernels import share_draw, step_reference
 from hiserve.models import decoder, draft_heads, shard_weights, shards, weights
-from hiserve.runners import dispatch
+from hiserve.runners import dispatch, step_output
 from hiserve.sampling import logit_shares
 from tests.e2e import test_rank_processes, test_tensor_parallel
 from tests.unit.distributed import test_collectives, test_shard
@@ -120,6 +120,22 @@ with share_draw._pack_best, test_draw.test_triton_chooses_the_tokens_that_the_tw
     "S1: in Triton, other ranks get the noise of another token"
     entry % 4
     entry % 2
+with share_draw._join_entries, test_draw.test_triton_chooses_the_tokens_that_the_twins_choose:
+    "S1: in Triton, a logit that is no number counts as nothing, and no token is the best"
+    tl.where(score != score, float("inf"), score)
+    score
+with step_output.finish_step[1], test_tensor_parallel.test_a_group_drafts_with_a_head_of_few_tokens:
+    "S1: a rank scores a prompt by the logits of its own tokens"
+    inputs.scored_tokens is not None
+    False
+with executor.Executor._launch_draw, test_executor_faults.test_a_first_half_that_was_deferred_exchanges_nothing:
+    "S4: the draw of a step that was deferred exchanges what was never listed"
+    self._exchanges is not None and not isinstance(half, DeviceOutput)
+    self._exchanges is not None
+with weights._has_cut_codes, test_shards.test_packed_rows_that_are_spelled_out_are_cut_too:
+    "S1: a rank takes two values a byte for one"
+    held[piece.source].dtype in (FP8, FP4)
+    held[piece.source].dtype == FP8
 with draft_heads.Eagle3Head.__init__, test_tensor_parallel.test_a_group_drafts_with_a_head_of_few_tokens:
     "every rank drafts the tokens of the first one's share"
     tokens is not None and target.exchange is not None

@@ -117,6 +117,10 @@ with experts._sum_kernel, test_experts.test_kernels_of_experts_compute_what_thei
     "of several tokens an expert that computes all counts whole, whatever its gate"
     value if NUM_SHARES == NUM_CHOSEN else value * tl.load(shares + token * NUM_SHARES + NUM_CHOSEN)
     value
+with experts._route_kernel, test_experts.test_kernels_of_experts_compute_what_their_twins_do["False"]:
+    "the gate of a shared expert is not rounded as other products of the tokens"
+    tl.sum(values * weights, 0).to(x.dtype.element_ty).to(tl.float32)
+    tl.sum(values * weights, 0)
 with few_experts._down_kernel, test_experts.test_kernels_of_experts_compute_what_their_twins_do["False"]:
     "of a token alone an expert that computes all counts whole, whatever its gate"
     tl.load(shares + token * NUM_SHARES + turn, mask=turn < NUM_SHARES, other=1.0)

@@ -159,6 +159,18 @@ def test_exchanges_that_a_failed_half_owes_are_launched_like_a_step(folder: Path
     running.executor.close()
 
 
+def test_a_first_half_that_was_deferred_exchanges_nothing(folder: Path) -> None:
+    """Its parts were never listed: the draw of a whole half begins the second of them."""
+    running, ends = engine(folder), Ends()
+    ends.loads = PendingLoads(failed=(7,), last_started=7)
+    executor = Executor(running.runners, running.rows, tier_transfers=ends)  # type: ignore[arg-type]
+    executor._exchanges = SimpleNamespace()  # type: ignore[assignment]
+    plan = admit(HandPlanner(PAGE, NUM_PAGES)).step({1: 6})
+    done = executor.submit(dataclasses.replace(plan, awaits_masks=True, waits=(7,)))
+    executor.draw(None)
+    assert done.result().deferred == "load_failed"
+
+
 def test_a_step_whose_first_half_fails_otherwise_says_so_after_its_second(folder: Path) -> None:
     running = engine(folder)
     failure = RuntimeError("CUDA error: an illegal memory access was encountered")

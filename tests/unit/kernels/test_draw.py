@@ -76,8 +76,12 @@ for dtype in (torch.float16, torch.float64):
                 assert torch.equal(*found), (dtype, num_rows, size, first, found)
                 other = found[0].roll(1, 0) + torch.tensor([0, 0, 0, 4096])
                 ranks = torch.stack((found[0], other, found[0] - torch.tensor([0, 0, 0, 1])))
-                tokens = [each.join_entries(ranks, draws) for each in (share_draw, step_reference)]
-                assert torch.equal(*tokens), (dtype, num_rows, size, first, tokens)
+                broken = ranks.clone()
+                broken[1, -1, 0] = torch.nan  # counts as infinity, as in whole logits
+                for each in (ranks, broken):
+                    tokens = [ops.join_entries(each, draws) for ops in (share_draw, step_reference)]
+                    assert torch.equal(*tokens), (dtype, num_rows, size, first, tokens)
+                assert tokens[0][-1] == broken[1, -1, 3]
 """
 
 

@@ -41,8 +41,11 @@ for dtype, tolerance in TOLERANCE.items():
             assert_close(shares, their_shares, atol=1e-6, rtol=0)
     # a shared expert with a gate, which has one more share.
     logits, gated = randn(3, 6, dtype=dtype), (randn(3, 20, dtype=dtype), randn(20, dtype=dtype))
+    gated[0][0], gated[1][:2] = 0, torch.tensor([1, 2.0**-12])
+    gated[0][0, :2] = 1  # in 16 bits the product is rounded to 1
     (shares, chosen), (their_shares, theirs) = (
         module.route(logits, 2, True, gated) for module in (experts, reference))
+    assert_close(shares[0], their_shares[0], atol=1e-6, rtol=0)
     assert torch.equal(chosen, theirs) and shares.shape == (3, 3) and shares.dtype == their_shares.dtype
     assert_close(shares, their_shares, atol=tolerance / 10, rtol=0)
 equal = torch.zeros(2, 6)
@@ -87,6 +90,7 @@ for tokens, num_experts, count, hidden, inner, dtype, tolerance in typed((
     assert_close(got, expected, atol=2 * tolerance, rtol=tolerance)
     assert not tokens or (expected - without).abs().max() > 0.05
     shares = torch.cat((shares, torch.rand(tokens, 1, generator=generator).to(shares.dtype)), 1)  # its own too
+    assert_close(experts.mix_experts(x, shares, chosen, gate_up, down), without, atol=tolerance, rtol=tolerance)
     got, whole = experts.mix_experts(x, shares, chosen, gate_up, down, shared=shared), expected
     expected = reference.mix_experts(x, shares, chosen, gate_up, down, shared=shared)
     assert_close(got, expected, atol=2 * tolerance, rtol=tolerance)

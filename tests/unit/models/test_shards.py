@@ -5,11 +5,13 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
 from hiserve.config.options import make_options
+from hiserve.core.quantization import Quantization, QuantSpec
 from hiserve.distributed.shard import Shard
 from hiserve.errors import ConfigError, ModelError
 from hiserve.kernels.quantized import QuantizedWeight, dequantize
@@ -196,6 +198,21 @@ def test_what_a_group_cannot_compute_is_refused_by_name(shape: str, size: int, f
     assert caught.value.param == "tp"
 
 
+def test_no_rank_has_a_part_of_a_block_or_of_a_column_of_the_shared_expert() -> None:
+    blocks = Quantization("fp8", QuantSpec(8, "e4m3", (128, 128)), None)
+    model = msgspec.structs.replace(shape_config("llama-8b"), head_dim=64, quantization=blocks)
+    refuse_unshardable(model, 4)
+    with pytest.raises(ConfigError, match=r"8 of keys and values.* in groups of 128\. Use one of 1, 2, 4\."):
+        refuse_unshardable(model, 8)  # each has a key head of 64 elements
+    with pytest.raises(ConfigError, match=r"Use one of 1\."):
+        refuse_unshardable(msgspec.structs.replace(model, intermediate_size=14400), 2)
+    model = shape_config("v3-like")
+    assert model.experts is not None
+    experts = msgspec.structs.replace(model.experts, shared_size=2044)
+    with pytest.raises(ConfigError, match="Use one of 1, 2, 4"):
+        refuse_unshardable(msgspec.structs.replace(model, experts=experts), 8)
+
+
 @pytest.mark.parametrize(
     ("shape", "size"), [("gpt-oss-20b", 4), ("gpt-oss-20b-mxfp4", 2), ("gemma-3-27b", 8), ("v3-like", 8)]
 )
@@ -266,3 +283,23 @@ def test_quantized_weights_that_are_spelled_out_are_cut_too(tmp_path: Path) -> N
     quantize_checkpoint(tmp_path, "channel", lambda source: source.endswith("_proj.weight") or "lm_head" in source)
     whole, shares = whole_and_shares(tmp_path, "auto", 2)
     assert torch.equal(torch.cat([share["head"] for share in shares]), whole["head"])
+
+
+def test_packed_rows_that_are_spelled_out_are_cut_too(tmp_path: Path) -> None:
+    """Two values a byte: a rank's part of the bytes is not that of their number."""
+    save_llama(tmp_path)
+    path = tmp_path / "model.safetensors"
+    tensors, generator = load_file(path), torch.Generator().manual_seed(8)
+    for name in ("up", "down"):
+        source = f"model.layers.1.mlp.{name}_proj.weight"
+        rows, columns = tensors[source].shape
+        codes = torch.randint(-128, 128, (rows, columns // 2), generator=generator, dtype=torch.int8)
+        scales = torch.randint(118, 126, (rows, columns // 32), generator=generator, dtype=torch.uint8)
+        tensors |= {source: codes, source + "_scale_inv": scales.view(torch.float8_e8m0fnu)}
+    save_file(tensors, path)
+    whole, shares = whole_and_shares(tmp_path, "auto", 2)
+    for rank, share in enumerate(shares):
+        inner = slice(48 * rank, 48 * (rank + 1))
+        gate_up = whole["layers.1.gate_up"].view(2, 96, 64)[:, inner].flatten(0, 1)
+        assert torch.equal(share["layers.1.gate_up"], gate_up)
+        assert torch.equal(share["layers.1.down"], whole["layers.1.down"][:, inner])
