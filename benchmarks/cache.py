@@ -1,7 +1,7 @@
 """The cache across device and host, by engines of this process: token ids in, token ids out.
 
 Usage: ``python -m benchmarks.cache OUT.json COMMIT`` on a CUDA device: Llama-8B's shape in bfloat16, random weights, about
-4 minutes; ``--shape`` takes another, whose prefixes have tails. ``python -m benchmarks.cache --tiny OUT.json COMMIT`` runs all
+4 minutes; ``--shape`` takes another, whose prefixes have tails or latents. ``python -m benchmarks.cache --tiny OUT.json COMMIT`` runs all
 parts with hiserve-nano on the CPU, as a test of this file. The parts:
 
 - ``hit``: time to first token of a long prompt whose prefix is on the host, against the longer of its two halves (the load,
@@ -88,6 +88,7 @@ SHAPES: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
     "llama-8b": ({}, {}),
     "gpt-oss-20b": ({"host_gib": 24.0}, {}),
     "gemma-3-27b": ({"host_gib": 24.0, "rows": 4}, {"kv_pages": 2048, "max_running_requests": 16}),
+    "glm-4.7-flash": ({"host_gib": 24.0}, {"kv_pages": 2048, "max_running_requests": 16}),
 }
 TINY = Sizes(
     settings={

@@ -4,6 +4,9 @@ from __future__ import annotations
 
 import pytest
 
+from hiserve.config.options import make_options
+from hiserve.core.machine import Machine
+from hiserve.core.resolve import resolve
 from hiserve.core.window_pool import (
     LEAST_SHARE,
     MOST_SHARE,
@@ -14,6 +17,10 @@ from hiserve.core.window_pool import (
     plan_windows,
 )
 from hiserve.errors import ConfigError, ResourceError
+from hiserve.models.builtin_shapes import shape_config
+from hiserve.models.draft_config import model_facts
+from hiserve.models.model_config import NANO, find_model
+from tests.helpers.model_facts import GIB
 
 LIMITS = WindowLimits(window=128, page_size=16, num_draft=3, depth=1, max_batched_tokens=512)
 POOL = WindowPool(limits=LIMITS, slot_bytes=24_576)  # of gpt-oss-20b
@@ -117,3 +124,21 @@ def test_a_given_share_and_distance_replace_those_of_auto() -> None:
     assert POOL.tail_every("auto", PAGE_BYTES) == 8 * 128
     assert [POOL.tail_every(given, PAGE_BYTES) for given in (0, 1, 16, 100)] == [0, 16, 16, 112]
     assert NO_WINDOW_POOL.tail_every(100, PAGE_BYTES) == NO_WINDOW_POOL.tail_share(PAGE_BYTES) == 0
+
+
+@pytest.mark.parametrize(("shape", "bar"), [("gpt-oss-20b", 1.5), ("gemma-3-27b", 2.0)])
+@pytest.mark.parametrize("memory_gib", [80, 141])
+def test_the_same_memory_holds_the_history_of_more_tokens_than_with_all_pages_kept(
+    shape: str, bar: float, memory_gib: int
+) -> None:
+    """Of requests as long as each other: by default they are the longest that the pool holds, and take larger tables."""
+    machine = Machine(cores=64, memory_bytes=512 * GIB, cuda_memory_bytes=(memory_gib * GIB,))
+    pages = []
+    for given in ({}, {"window_pages": 0}):
+        options = make_options(
+            shape=shape, load_format="dummy", device="cuda", max_model_len=32_768, host_cache_gib=0, **given
+        )
+        found = resolve(options, model_facts(options, find_model(NANO), shape_config(shape)), machine)
+        assert found.settings.cache.frees_windows == (not given)
+        pages.append(found.settings.cache.kv_pages)
+    assert pages[0] >= bar * pages[1]
