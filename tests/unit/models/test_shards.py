@@ -18,6 +18,8 @@ from hiserve.kernels.quantized import QuantizedWeight, dequantize
 from hiserve.models.builtin_shapes import read_model, shape_config
 from hiserve.models.draft_config import find_draft, model_facts
 from hiserve.models.model_config import find_model, read_model_config
+from hiserve.models.names import Cut, TensorSource
+from hiserve.models.shard_weights import cut_quantized
 from hiserve.models.shards import local_config, refuse_unshardable
 from hiserve.models.weights import load_head_parameters, load_parameters
 from tests.helpers.block_scaled import quantize as quantize_by_blocks
@@ -275,6 +277,13 @@ def test_columns_in_the_order_of_their_groups_are_not_cut(tmp_path: Path) -> Non
     quantize_checkpoint(tmp_path, "uint")
     with pytest.raises(ModelError, match="without act-order"):
         load_parameters(tmp_path, read_model_config(tmp_path), torch.float32, CPU, "auto", Shard(1, 2))
+    weight = load_parameters(tmp_path, read_model_config(tmp_path), torch.float32, CPU, "auto")["layers.1.qkv"]
+    rows = [TensorSource(name, (256, 128), 256 * place, cut=Cut(0, 128, 256)) for place, name in enumerate("qkv")]
+    assert weight.order is not None
+    values = dequantize(
+        cut_quantized(weight, tuple(rows), param="model"), torch.float64
+    )  # rows are, as the order is theirs too
+    assert torch.equal(values, dequantize(weight, torch.float64).view(3, 256, 128)[:, 128:].flatten(0, 1))
 
 
 def test_quantized_weights_that_are_spelled_out_are_cut_too(tmp_path: Path) -> None:
