@@ -5,6 +5,7 @@ from __future__ import annotations
 import gc
 from collections.abc import Iterator
 from dataclasses import dataclass
+from itertools import count
 from pathlib import Path
 from typing import Any
 
@@ -216,12 +217,28 @@ def chunks(work: Work, folder: Path, page_size: int, **settings: object) -> None
 
 
 def preemption(work: Work, folder: Path, page_size: int, **settings: object) -> None:
-    """Fewer pages than the rows want: some lose theirs, and start over."""
+    """Few pages, so that most rows wait; those that run lose theirs now and then, and start over."""
     num_tokens = max(map(len, work.prompts)) + max(sampling.max_tokens or 0 for sampling in work.sampling) + 16
     options = SETTINGS | pool(page_size, 2 * num_tokens) | {"host_cache_gib": 0} | settings
     with LLM(**options) as llm:
+        _lack_pages(llm)
         ask(llm, work)
+        assert engine_of(llm).stats().preemptions > 0
         check_whole(llm)
+
+
+def _lack_pages(llm: LLM) -> None:
+    """Takes the latest row's pages before every sixth step of rows."""
+    planner: Any = engine_of(llm)._planner
+    plan_running, turns = planner._plan_running, count(1)
+
+    def plan() -> Any:
+        rows = planner._host_loads.runnable(planner._rows.active)
+        if rows.size and next(turns) % 6 == 0:
+            planner._ends.preempt(int(rows[-1]))
+        return plan_running()
+
+    planner._plan_running = plan
 
 
 def storm(work: Work, folder: Path, page_size: int, **settings: object) -> None:

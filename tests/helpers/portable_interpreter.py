@@ -31,7 +31,7 @@ def _convert_but_no_bool(arg: Any) -> Any:
 
 
 def _patch_tensor_and_index(tensor: Any, *scope: Any) -> None:
-    _patch_tensor(tensor, *scope)  # what it sets, it also restores
+    _patch_tensor(tensor, *scope)
     tensor.__index__ = lambda self: int(self.handle.data.item())
 
 

@@ -27,3 +27,7 @@ with gate._refusal, test_gate.test_a_step_that_may_not_be_replayed_runs_eagerly:
     "INV 47: the graph of a step that ran out of memory is replayed"
     not plan.may_replay
     False
+with gate.DecisionLog.last, test_gate.test_the_log_counts_all_decisions_and_tells_the_latest_ones:
+    "a report tells an earlier step's decision"
+    self._latest[-1]
+    self._latest[0]

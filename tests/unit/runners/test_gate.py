@@ -13,6 +13,7 @@ from hiserve.runners.gate import (
     Action,
     Coverage,
     Decision,
+    DecisionLog,
     FullGraphs,
     MixedGraphs,
     PendingLoads,
@@ -288,3 +289,13 @@ def test_a_step_is_replayed_exactly_when_every_limit_of_some_graph_holds() -> No
             assert (decision.action is Action.REPLAY) == should, (coverage, plan, decision)
             num_replayed += should
     assert num_replayed > 100
+
+
+def test_the_log_counts_all_decisions_and_tells_the_latest_ones() -> None:
+    log = DecisionLog(2)
+    assert log.last() == (0, "") and log.of(1) == ("", "")
+    for step_id, decision in enumerate((eager(Reason.WIDTH), eager(Reason.ROWS), eager(Reason.WIDTH, (7,))), start=1):
+        log.add(step_id, decision)
+    assert log.last() == (3, "eager: width greedy after loads (7,)")
+    assert [log.of(step_id) for step_id in (1, 2, 3)] == [("", ""), ("eager", "rows"), ("eager", "width")]
+    assert log.counts() == {"eager": {"width": 2, "rows": 1}}

@@ -47,6 +47,8 @@ def calling(arguments: str) -> dict[str, Any]:
 LONG = {"role": "user", "content": "x " * 5000}
 CODE = json.dumps({"a": "f(a, [b])\n" * 170})
 ITEM = {"type": "function_call", "call_id": "c", "name": "f", "arguments": CODE}
+CUSTOM = {**ITEM, "type": "custom_tool_call", "input": CODE * 2}
+SEALED = {"type": "reasoning", "encrypted_content": "A" * 1900}
 MESSAGES, TOO_LONG = "/v1/messages", "prompt is too long: "
 BLOCK = {"type": "text", "text": "words of a text " * 40}
 SIGNED = {"type": "thinking", "signature": Seals("k").seal("a thought " * 140)}
@@ -86,8 +88,9 @@ ATTACKS: dict[str, Callable[[], tuple[str, Any, str | None]]] = {  # made when t
     "items": lambda: (RESPONSES, {"input": [HI] * 180_000}, "input"),
     "items that fit": lambda: (RESPONSES, {"input": [HI] * 4096}, "input"),
     "items of calls": lambda: (RESPONSES, {"input": [*[ITEM] * 4000, LONG]}, "input"),
-    "custom calls": lambda: (RESPONSES, {"input": [*[{**ITEM, "type": "custom_tool_call", "input": CODE * 2}] * 2000, LONG]}, "input"),
-    "sealed thoughts": lambda: (RESPONSES, {"input": [{"type": "reasoning", "encrypted_content": "A" * 1900}] * 4096}, "input"),
+    "custom calls": lambda: (RESPONSES, {"input": [*[CUSTOM] * 2000, LONG]}, "input"),
+    "calls and thoughts": lambda: (RESPONSES, {"input": [*[ITEM, CUSTOM, SEALED] * 500, LONG]}, "input"),
+    "sealed thoughts": lambda: (RESPONSES, {"input": [SEALED] * 4096}, "input"),
     "exchanges to leave out": lambda: (RESPONSES, {"input": [{"role": "user", "content": "words of a text " * 100}] * 4000, "truncation": "auto"}, "input"),
     "messages of a block": lambda: (MESSAGES, {"messages": [HI] * 180_000, "max_tokens": 5}, "the body has more"),
     "blocks that fit": lambda: (MESSAGES, {"messages": [said(*[BLOCK] * 4000), *[HI] * 4000], "max_tokens": 5}, TOO_LONG),
@@ -98,7 +101,11 @@ ATTACKS: dict[str, Callable[[], tuple[str, Any, str | None]]] = {  # made when t
         {"messages": [said({"type": "thinking", "signature": Seals("k").seal("a thought " * 580_000)}), LONG], "max_tokens": 5},
         TOO_LONG,
     ),
-    "uses of tools": lambda: (MESSAGES, {"messages": [said(*[USED] * 4000), LONG], "max_tokens": 5}, TOO_LONG),
+    "uses and results of tools": lambda: (
+        MESSAGES,
+        {"messages": [said(*[USED] * 2000), {"role": "user", "content": [RETURNED] * 2000}, LONG], "max_tokens": 5},
+        TOO_LONG,
+    ),
     "results of tools": lambda: (
         MESSAGES,
         {"messages": [{"role": "user", "content": [RETURNED] * 4000}, LONG], "max_tokens": 5},
