@@ -103,23 +103,26 @@ def profiled(step: Callable[[], None]) -> dict[str, Any]:
 
 
 def on_device(events: list[dict[str, Any]]) -> dict[str, Any]:
-    """Sums up the device's activities in a trace, ``ts`` and ``dur`` in microseconds; nothing if the profiler saw nothing."""
+    """Sums up the device's activities in a trace, ``ts`` and ``dur`` in microseconds; nothing if the profiler saw nothing.
+
+    A kernel that is launched early waits for others: ``own_us`` of it is the time in which none that began before it ran.
+    """
     if not events:
         return {}
     events = sorted(events, key=lambda event: event["ts"])
     spans = [(event["ts"], event["ts"] + event["dur"]) for event in events]
     busy_us, end = 0.0, spans[0][0]
     gaps: list[tuple[float, str]] = []
+    times: dict[str, list[tuple[float, float]]] = defaultdict(list)
     for event, (begin, stop) in zip(events, spans, strict=True):
         if begin > end:
             gaps.append((begin - end, event["name"]))
-        busy_us += max(0.0, stop - max(begin, end))
+        own_us = max(0.0, stop - max(begin, end))
+        times[event["name"]].append((own_us, event["dur"]))
+        busy_us += own_us
         end = max(end, stop)
     span_us = end - spans[0][0]
-    times: dict[str, list[float]] = defaultdict(list)
-    for event in events:
-        times[event["name"]].append(event["dur"])
-    top = sorted(times.items(), key=lambda item: -sum(item[1]))[:NUM_TOP]
+    top = sorted(times.items(), key=lambda item: -sum(own for own, _ in item[1]))[:NUM_TOP]
     return {
         "span_us": span_us / NUM_STEPS,
         "busy_share": busy_us / span_us,
@@ -129,9 +132,10 @@ def on_device(events: list[dict[str, Any]]) -> dict[str, Any]:
         "top": [
             {
                 "name": name,
-                "us_a_step": sum(each) / NUM_STEPS,
+                "own_us_a_step": sum(own for own, _ in each) / NUM_STEPS,
                 "calls_a_step": len(each) / NUM_STEPS,
-                "us_a_call": statistics.median(each),
+                "own_us_a_call": statistics.median(own for own, _ in each),
+                "us_a_call": statistics.median(whole for _, whole in each),
             }
             for name, each in top
         ],
@@ -145,7 +149,8 @@ def lines(name: str, found: dict[str, Any]) -> list[str]:
         told = {key: round(device[key], 3) for key in ("span_us", "busy_share", "launches", "gaps_below_20_us")}
         said.append(f"  device, a step: {told}; longest gaps, before: {device['longest_gaps']}")
         said += [
-            f"  {each['us_a_step']:8.1f} us {each['calls_a_step']:6.1f} x {each['us_a_call']:7.2f} us  {each['name'][:90]}"
+            f"  {each['own_us_a_step']:8.1f} us {each['calls_a_step']:6.1f} x {each['own_us_a_call']:7.2f} us"
+            f" (with waits {each['us_a_call']:7.2f})  {each['name'][:90]}"
             for each in device["top"]
         ]
     return said

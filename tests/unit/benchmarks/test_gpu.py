@@ -68,7 +68,9 @@ def test_time_that_two_activities_of_the_device_share_is_busy_once() -> None:
     assert found["busy_share"] == pytest.approx((60 + 10 + 25) / 200)
     assert found["gaps_below_20_us"] == pytest.approx(5 / NUM_STEPS)
     assert found["longest_gaps"][0] == (100.0, "gemm")
-    assert (found["top"][0]["name"], found["top"][0]["us_a_step"]) == ("gemm", pytest.approx(65 / NUM_STEPS))
+    own = {each["name"]: each["own_us_a_step"] for each in found["top"]}
+    assert own == pytest.approx({"gemm": 65 / NUM_STEPS, "copy": 20 / NUM_STEPS, "norm": 10 / NUM_STEPS, "fill": 0.0})
+    assert [each["us_a_call"] for each in found["top"]] == [32.5, 40.0, 10.0, 5.0]
     assert on_device([]) == {}
 
 
