@@ -27,7 +27,8 @@ _TITLES = {
     (0, 0): "one scale",
 }
 
-Scaled = list[tuple[str, Tensor, Tensor]]
+Places = Collection[tuple[TensorSource, Tensor]]  # tensors, each with its part of a parameter
+Scaled = list[tuple[TensorSource, Tensor, Tensor]]
 
 
 def scale_names(held: Mapping[str, StoredTensor]) -> set[str]:
@@ -89,22 +90,19 @@ def check_values(scales: Mapping[str, Tensor], param: str) -> None:
             )
 
 
-def scaled_weights(
-    held: Mapping[str, StoredTensor], wanted: Collection[tuple[str, Tensor]], device: torch.device
-) -> Scaled:
-    """Returns for each FP8 weight the name of its scales, memory for them, and the part of a parameter that it fills.
+def scaled_weights(held: Mapping[str, StoredTensor], places: Places, device: torch.device) -> Scaled:
+    """Returns each FP8 weight, memory for all of its scales, and the part of a parameter that it, or its part, fills.
 
     Args:
         held: The tensors of the checkpoint, by name; ``check_scale`` has accepted those of scales.
-        wanted: Names of tensors with their parts of parameters, each of the tensor's shape and of any floating type.
+        places: Parts of parameters are of any floating type.
         device: Of the memory for scales, which is float32 and not yet written.
     """
-    found = []
-    for source, weight in wanted:
-        if held[source].dtype == FP8:
-            scale = source + SCALE_SUFFIX
-            found.append((scale, torch.empty(held[scale].shape, dtype=torch.float32, device=device), weight))
-    return found
+    return [
+        (piece, torch.empty(held[piece.source + SCALE_SUFFIX].shape, dtype=torch.float32, device=device), weight)
+        for piece, weight in places
+        if held[piece.source].dtype == FP8
+    ]
 
 
 def multiply(weights: Scaled, param: str) -> None:
@@ -113,19 +111,17 @@ def multiply(weights: Scaled, param: str) -> None:
     Raises:
         ModelError: As ``check_values``.
     """
-    check_values({name: scales for name, scales, _ in weights}, param)
-    for _, scales, weight in weights:
+    check_values({piece.source + SCALE_SUFFIX: scales for piece, scales, _ in weights}, param)
+    for piece, scales, weight in weights:
         wide = torch.promote_types(weight.dtype, torch.float32)
-        has_blocks = scales.dim() == 2 and scales.shape == _num_blocks((weight.shape[0], weight.shape[1]))
-        factors = scales if has_blocks else scales.flatten().expand(weight.shape[0])[:, None]
-        for first in range(0, weight.shape[0], _STRIPE):
-            part = weight[first : first + _STRIPE]
-            mine = factors[first : first + _STRIPE]
-            if has_blocks:
-                mine = factors[first // BLOCK : (first + _STRIPE) // BLOCK]
-                mine = mine.repeat_interleave(BLOCK, 0)[: part.shape[0]]
-                mine = mine.repeat_interleave(BLOCK, 1)[:, : part.shape[1]]
-            part.copy_(part.to(wide) * mine)
+        has_blocks = scales.dim() == 2 and scales.shape == _num_blocks(piece.shape)
+        rows, columns = (torch.arange(span.start, span.stop, device=scales.device) for span in map(piece.span, (0, 1)))
+        if has_blocks:
+            rows, factors = rows // BLOCK, scales.index_select(1, columns // BLOCK)
+        else:
+            factors = scales.flatten().expand(piece.shape[0])[:, None]
+        for part, its in zip(weight.split(_STRIPE), rows.split(_STRIPE), strict=True):
+            part.copy_(part.to(wide) * factors.index_select(0, its))
 
 
 def _shapes(shape: tuple[int, ...], group: tuple[int, int]) -> tuple[tuple[int, ...], ...]:

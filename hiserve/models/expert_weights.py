@@ -18,6 +18,7 @@ from hiserve.models.model_config import ModelConfig
 from hiserve.models.names import Form, TensorSource, parameter_shape
 from hiserve.models.packed_rows import FP4
 from hiserve.models.reading import plan_chunks, read_chunks
+from hiserve.models.shard_weights import has_columns, held_parts, read_columns
 from hiserve.models.staging import cut_pieces, stage
 
 _DRAWN_SCALE = 0x78787878  # four exponents of 2**-7: numbers of random codes have a standard deviation of 0.02 then
@@ -102,7 +103,8 @@ def read_packed_experts(
     """Reads parameters that stay packed; those in 8 bits as they are, those in 4 bits by a copy that is reordered.
 
     Args:
-        held: The tensors of the checkpoint, by name, which have been checked.
+        held: The tensors of the checkpoint, by name, which have been checked; in place of matrices in 8 bits of which the parameters
+            have some rows these rows.
         packed: The parameters.
         device: Of the weights.
         param: The setting that names the checkpoint.
@@ -113,18 +115,21 @@ def read_packed_experts(
     """
     made = {name: _allocate(each, device) for name, each in packed.items()}
     eights = {name: each for name, each in packed.items() if each.kind == "e4m3"}
-    targets = []
+    places, factors = [], []
     for name, each in eights.items():
         codes = made[name].codes.view(-1, made[name].columns)
         scales = made[name].scales.view(len(each.pieces), -1)
         for number, piece in enumerate(each.pieces):
             rows = codes[piece.start : piece.start + piece.num_rows]
-            targets.append((held[piece.source], rows.view(torch.float8_e4m3fn)))
-            targets.append((held[piece.source + SCALE_SUFFIX], scales[number]))
-    read_chunks(plan_chunks(targets), device)
+            places.append((piece, rows.view(torch.float8_e4m3fn)))
+            factors.append((piece.in_units(piece.source + SCALE_SUFFIX, BLOCK, BLOCK), scales[number]))
+    held = held_parts(held, {"scales": tuple(piece for piece, _ in factors)})
+    places += factors
+    read_chunks(plan_chunks([(held[piece.source], part) for piece, part in places if not has_columns(piece)]), device)
+    read_columns(held, [each for each in places if has_columns(each[0])])
     _check_factors({each.pieces[0].source: made[name].scales for name, each in eights.items()}, param)
-    fours = {name: each.pieces for name, each in packed.items() if each.kind == "e2m1"}
-    wanted = {name: {source: held[source] for source in _stored_names(pieces)} for name, pieces in fours.items()}
+    fours = {name: _stored(each.pieces) for name, each in packed.items() if each.kind == "e2m1"}
+    wanted = {name: {piece.source: held[piece.source] for piece in pieces} for name, pieces in fours.items()}
     for name, staged in stage(wanted, device, cut_pieces(fours)):
         _pack(fours[name], staged, made[name], param)
     return made
@@ -145,16 +150,17 @@ def _allocate(parameter: PackedParameter, device: torch.device) -> PackedWeights
     return PackedWeights(codes, torch.empty(*matrices, parameter.num_parts, *blocks, device=device), columns)
 
 
-def _stored_names(pieces: tuple[TensorSource, ...]) -> list[str]:
-    """Returns the names of tensors with numbers of 4 bits, each before that of its scales."""
+def _stored(pieces: tuple[TensorSource, ...]) -> tuple[TensorSource, ...]:
+    """Returns tensors with numbers of 4 bits as they are stored, each before that of its scales."""
     if pieces[0].form is Form.MXFP4:
-        return [piece.source for piece in pieces]
-    return [source for piece in pieces for source in (piece.source, piece.source + SCALE_SUFFIX)]
+        return pieces
+    units = (("", 2), (SCALE_SUFFIX, GROUP))
+    return tuple(piece.in_units(piece.source + suffix, 1, columns) for piece in pieces for suffix, columns in units)
 
 
 def _pack(pieces: tuple[TensorSource, ...], staged: Mapping[str, Tensor], made: PackedWeights, param: str) -> None:
     """Reorders the numbers of a parameter, expert by expert or matrix by matrix, which bounds the memory."""
-    names = _stored_names(pieces)
+    names = [piece.source for piece in pieces]
     numbers, scales = names[::2], names[1::2]
     _check_exponents({name: staged[name].view(torch.uint8) for name in scales}, param)
     if pieces[0].form is Form.MXFP4:

@@ -89,6 +89,24 @@ class TensorSource:
         """Rows of the parameter that it fills."""
         return self.part[0] if len(self.shape) == 1 else math.prod(self.part[:-1])
 
+    def span(self, dim: int) -> range:
+        """Returns the elements along a dimension that the parameter has, of a tensor without sections."""
+        return (
+            range(self.cut.begin, self.cut.end)
+            if self.cut is not None and self.cut.dim == dim
+            else range(self.shape[dim])
+        )
+
+    def in_units(self, source: str, of_rows: int, of_columns: int) -> TensorSource:
+        """Returns the tensor ``source``, which has an element for so many rows and columns of this matrix, and its part."""
+        units, cut = (of_rows, of_columns), self.cut
+        if cut is not None:
+            unit = units[cut.dim]
+            assert cut.begin % unit == 0 == cut.end % unit, f"{self.source} is cut at {cut} in units of {unit}"
+            cut = Cut(cut.dim, cut.begin // unit, cut.end // unit)
+        shape = tuple(-(-size // unit) for size, unit in zip(self.shape, units, strict=True))
+        return TensorSource(source, shape, cut=cut)
+
     @property
     def part(self) -> tuple[int, ...]:
         """Shape of the part that the parameter has."""

@@ -15,6 +15,7 @@ from hiserve.models.block_scales import SCALE_SUFFIX
 from hiserve.models.checkpoint import StoredTensor
 from hiserve.models.conversion import mxfp4_pairs, unpack_mxfp4
 from hiserve.models.names import MXFP4_GROUP, TensorSource
+from hiserve.models.shard_weights import cut_whole
 from hiserve.models.staging import stage
 
 FP4 = "I8"  # how the format names two values a byte
@@ -52,23 +53,26 @@ def check_packed(held: Mapping[str, StoredTensor], piece: TensorSource, param: s
         )
 
 
-def read_packed(held: Mapping[str, StoredTensor], packed: Sequence[tuple[str, Tensor]], device: torch.device) -> None:
-    """Reads packed matrices into their parts of parameters.
+def read_packed(
+    held: Mapping[str, StoredTensor], packed: Sequence[tuple[TensorSource, Tensor]], device: torch.device
+) -> None:
+    """Reads packed matrices, each whole, into their parts of parameters.
 
     Args:
         held: The tensors of the checkpoint, by name; ``check_packed`` has accepted these.
-        packed: Names, and parts of parameters of as many rows and columns, of a floating type.
+        packed: Tensors, and parts of parameters of a floating type.
         device: Of the parts.
 
     Raises:
         OSError: A file cannot be read; ``EOFError``: it is shorter than it was.
     """
     pairs: dict[torch.dtype, Tensor] = {}
-    parts = dict(packed)
+    parts = {piece.source: (piece, part) for piece, part in packed}
     wanted = {source: {name: held[name] for name in (source, source + SCALE_SUFFIX)} for source in parts}
     for source, staged in stage(wanted, device):
-        part = parts[source]
+        piece, part = parts[source]
         if part.dtype not in pairs:
             pairs[part.dtype] = mxfp4_pairs(part.dtype).to(device)
         codes, scales = (each.view(torch.uint8) for each in staged.values())
-        part.copy_(unpack_mxfp4(codes.view(part.shape[0], -1, MXFP4_GROUP // 2), scales, pairs[part.dtype]))
+        whole = unpack_mxfp4(codes.view(codes.shape[0], -1, MXFP4_GROUP // 2), scales, pairs[part.dtype])
+        part.copy_(cut_whole(whole, (piece,)))

@@ -15,7 +15,7 @@ from hiserve.models.checkpoint import StoredTensor
 from hiserve.models.four_bits import FourBits, Parts, packed_weights, unpack_weight
 from hiserve.models.names import TensorSource
 from hiserve.models.quantize import MADE
-from hiserve.models.shard_weights import cut_quantized
+from hiserve.models.shard_weights import cut_quantized, cut_whole
 from hiserve.models.staging import stage
 
 Kept = Mapping[str, tuple[tuple[TensorSource, ...], QuantSpec]]
@@ -64,21 +64,22 @@ def read_kept(
 
 def spell_out(
     held: Mapping[str, StoredTensor],
-    targets: Sequence[tuple[str, Tensor]],
+    targets: Sequence[tuple[TensorSource, Tensor]],
     quantization: Quantization,
     device: torch.device,
     *,
     param: str,
 ) -> None:
-    """Reads weights in 4 bits into parts of parameters of a floating type; other arguments as for ``read_kept``."""
+    """Reads weights in 4 bits, each whole, into parts of parameters of a floating type; other arguments as for ``read_kept``."""
     packed, spec = packed_weights(held, quantization), quantization.linears
     assert spec is not None or not targets
-    parts_of = dict(targets)
+    parts_of = {piece.source: (piece, part) for piece, part in targets}
     wanted = {source: {source: packed[source]} for source in parts_of}
     for source, staged in _stage(wanted, device):
         assert spec is not None
         one = {source: _unpacked(staged[source], source, quantization, param)}
-        parts_of[source].copy_(dequantize(_join_four_bits(one, spec, param), parts_of[source].dtype))
+        piece, part = parts_of[source]
+        part.copy_(cut_whole(dequantize(_join_four_bits(one, spec, param), part.dtype), (piece,)))
 
 
 def _parts(

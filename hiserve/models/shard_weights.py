@@ -1,6 +1,7 @@
 """Parts of tensors: rows are read in place, as they are contiguous in the file; columns are copied out of a map of it.
 
-Tensors in 8 and 4 bits are read whole, one parameter after the other, then cut: their parts are those of scales, zero points and tiles.
+Weights that stay in 8 and 4 bits are read whole, one parameter after the other, then cut: their parts are those of scales, zero points
+and tiles. So are numbers of 4 bits that are spelled out, one tensor after the other.
 """
 
 from __future__ import annotations
@@ -24,16 +25,21 @@ def has_columns(piece: TensorSource) -> bool:
     return piece.cut is not None and piece.cut.dim > 0
 
 
-def held_parts(held: dict[str, StoredTensor], table: Mapping[str, tuple[TensorSource, ...]]) -> dict[str, StoredTensor]:
-    """Returns the tensors of a checkpoint, by name, in place of those of which a table has some rows these rows."""
+def held_parts(
+    held: Mapping[str, StoredTensor], table: Mapping[str, tuple[TensorSource, ...]]
+) -> dict[str, StoredTensor]:
+    """Returns the tensors of a checkpoint, by name, in place of those of which a table has some rows these rows.
+
+    Tensors of other shapes than a table says are whole: they have two values a byte.
+    """
     rows = {}
     for piece in (piece for pieces in table.values() for piece in pieces):
-        if piece.cut is not None and piece.cut.dim == 0:
-            tensor = held[piece.source]
+        tensor = held.get(piece.source)
+        if piece.cut is not None and piece.cut.dim == 0 and tensor is not None and tensor.shape == piece.shape:
             num_bytes = piece.num_elements // piece.shape[0] * TORCH_DTYPES[tensor.dtype].itemsize
             begin = tensor.begin + piece.cut.begin * num_bytes
             rows[piece.source] = msgspec.structs.replace(tensor, shape=piece.part, begin=begin)
-    return held | rows
+    return {**held, **rows}
 
 
 def read_columns(held: Mapping[str, StoredTensor], wanted: Sequence[tuple[TensorSource, Tensor]]) -> None:

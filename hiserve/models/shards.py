@@ -13,7 +13,7 @@ import msgspec
 from hiserve.distributed.shard import Shard
 from hiserve.errors import ConfigError
 from hiserve.models.model_config import ModelConfig
-from hiserve.models.names import MXFP4_GROUP, Cut, Form, TensorSource
+from hiserve.models.names import Cut, Form, TensorSource
 
 Table = dict[str, tuple[TensorSource, ...]]
 
@@ -36,14 +36,11 @@ def refuse_unshardable(model: ModelConfig, size: int, *, name: str = "this model
     foreign = {
         "compressed rows": model.compressed is not None,
         "recurrent states": model.delta is not None or model.has_attention_gates,
-        "quantized experts": experts is not None
-        and model.quantization is not None
-        and not _has_fours_in_one_tensor(model),
     }
     if named := [feature for feature, is_there in foreign.items() if is_there]:
         raise ConfigError(
-            f"--tp is {size}, but {name} has {', '.join(named)}: groups compute decoders of grouped-query or latent attention and MLPs, or "
-            "experts in 16 bits or more, and gpt-oss. Leave --tp out; --replicas takes more devices.",
+            f"--tp is {size}, but {name} has {', '.join(named)}: groups compute decoders of grouped-query or latent attention and MLPs "
+            "or experts. Leave --tp out; --replicas takes more devices.",
             param="tp",
         )
     if not _divides(model, size):
@@ -51,7 +48,7 @@ def refuse_unshardable(model: ModelConfig, size: int, *, name: str = "this model
         inner = str(
             model.intermediate_size if experts is None else f"{model.intermediate_size} and {experts.intermediate_size}"
         )
-        if (unit := max(_units(model))) > 1:
+        if (unit := max(*_units(model), _expert_unit(model))) > 1:
             inner = f"{inner}, in groups of {unit}"
         raise ConfigError(
             f"--tp is {size}, but {name} has {model.num_heads} heads, {model.num_kv_heads} of keys and values, and MLPs of width "
@@ -60,16 +57,14 @@ def refuse_unshardable(model: ModelConfig, size: int, *, name: str = "this model
         )
 
 
-def _has_fours_in_one_tensor(model: ModelConfig) -> bool:
-    """Whether its experts alone are quantized, as gpt-oss has them: groups of a row, which a part of the row has whole."""
-    quantization, experts = model.quantization, model.experts
-    return quantization is not None and quantization.linears is None and experts is not None and experts.has_bias
+def _expert_unit(model: ModelConfig) -> int:
+    """Returns the inner elements of an expert that share a scale, where it may stay packed; 1 where none do."""
+    spec = None if model.quantization is None or model.experts is None else model.quantization.experts
+    return max(1, *spec.group) if spec is not None and spec.kind in ("e4m3", "e2m1") else 1
 
 
 def _units(model: ModelConfig) -> tuple[int, int]:
-    """Returns the rows and the columns that share a scale, of which no rank has a part."""
-    if _has_fours_in_one_tensor(model):
-        return 1, MXFP4_GROUP
+    """Returns the rows and the columns of linears that share a scale, of which no rank has a part."""
     linears = None if model.quantization is None else model.quantization.linears
     return (1, 1) if linears is None else (max(1, linears.group[0]), max(1, linears.group[1]))
 
@@ -80,15 +75,15 @@ def _divides(model: ModelConfig, size: int) -> bool:
         keys = heads
     if heads % size or (keys % size and size % keys) or model.intermediate_size % size:
         return False
-    if experts is not None:  # which alone are quantized
-        has_units = experts.intermediate_size % (size * columns) == experts.shared_size % size == 0
-    else:
-        out_dim = model.head_dim if model.latent is None else model.latent.value_dim
-        queries, inner = heads // size * out_dim, model.intermediate_size // size
-        its_keys = max(1, keys // size) * model.head_dim
-        has_units = not any(each % rows for each in (queries, its_keys, inner)) and not any(
-            each % columns for each in (queries, inner)
-        )
+    if experts is not None and (experts.intermediate_size % (size * _expert_unit(model)) or experts.shared_size % size):
+        return False
+    by_rows, by_columns = [], [heads // size * (model.head_dim if model.latent is None else model.latent.value_dim)]
+    if model.latent is None:
+        by_rows += [by_columns[0], max(1, keys // size) * model.head_dim]
+    if experts is None or experts.num_layers(model.num_layers) < model.num_layers:
+        by_rows.append(model.intermediate_size // size)
+        by_columns.append(model.intermediate_size // size)
+    has_units = not any(each % rows for each in by_rows) and not any(each % columns for each in by_columns)
     last, _ = Shard(size - 1, size).tokens(model.vocab_size)
     return has_units and last < model.vocab_size
 
@@ -167,11 +162,6 @@ def _cut(name: str, index: int, piece: TensorSource, model: ModelConfig, shard: 
     if name in _TOKENS:
         return Cut(0, *shard.tokens(piece.shape[0]))
     return None
-
-
-def uncut(pieces: tuple[TensorSource, ...]) -> tuple[TensorSource, ...]:
-    """Returns the whole tensors of pieces, stacked."""
-    return _stacked([replace(piece, cut=None) for piece in pieces])
 
 
 def _stacked(pieces: list[TensorSource]) -> tuple[TensorSource, ...]:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -15,7 +15,7 @@ from hiserve.core.quantization import Quantization, QuantSpec
 from hiserve.distributed.shard import WHOLE, Shard
 from hiserve.errors import ModelError
 from hiserve.kernels.quantized import quantize
-from hiserve.models.block_scales import FP8, multiply, scale_names, scaled_weights
+from hiserve.models.block_scales import FP8, SCALE_SUFFIX, multiply, scale_names, scaled_weights
 from hiserve.models.checkpoint import StoredTensor, stored_tensors, weight_files
 from hiserve.models.compressed_names import compressed_name, table_of
 from hiserve.models.conversion import read_converted
@@ -38,7 +38,7 @@ from hiserve.models.quantized_names import kept_specs, read_name
 from hiserve.models.quantized_weights import read_kept, spell_out
 from hiserve.models.reading import plan_chunks, read_chunks
 from hiserve.models.shard_weights import cut_quantized, cut_whole, has_columns, held_parts, read_columns
-from hiserve.models.shards import cut_table, uncut
+from hiserve.models.shards import cut_table
 from hiserve.models.tensor_checks import check_tensor, compare
 
 _DUMMY_SEED = 0
@@ -162,8 +162,6 @@ def read_parameters(
             check_tensor(held, four_bits, piece, quantization, param=param)
     kept, stored = _kept(held, table, quantization) if keeps else {}, held
     others = {name: pieces for name, pieces in table.items() if name not in kept}
-    whole = {name: pieces for name, pieces in others.items() if _has_cut_codes(held, four_bits, pieces)}
-    others |= {name: uncut(pieces) for name, pieces in whole.items()}
     held = held_parts(held, others)
     packed = packed_parameters(others, config, dtype, device, held)
     rest = {name: pieces for name, pieces in others.items() if name not in packed}
@@ -174,13 +172,13 @@ def read_parameters(
         for piece in pieces
         if not piece.is_converted
     ]
-    wanted = [(piece.source, part) for piece, part in places if not has_columns(piece)]
-    spelled = [each for each in wanted if each[0] in four_bits]
-    wanted = [each for each in wanted if each[0] not in four_bits]
-    unpacked = [each for each in wanted if held[each[0]].dtype == FP4]
-    wanted = [each for each in wanted if held[each[0]].dtype != FP4]
-    scaled = scaled_weights(held, wanted, device)
-    targets = [(held[source], part) for source, part in wanted + [(scale, memory) for scale, memory, _ in scaled]]
+    spelled = [each for each in places if each[0].source in four_bits]
+    places = [each for each in places if each[0].source not in four_bits]
+    unpacked = [each for each in places if held[each[0].source].dtype == FP4]
+    places = [each for each in places if held[each[0].source].dtype != FP4]
+    scaled = scaled_weights(held, places, device)
+    targets = [(held[piece.source], part) for piece, part in places if not has_columns(piece)]
+    targets += [(held[piece.source + SCALE_SUFFIX], scales) for piece, scales, _ in scaled]
     with _reading_errors(param):
         read_chunks(plan_chunks(targets), device)
         read_columns(held, [each for each in places if has_columns(each[0])])
@@ -191,15 +189,7 @@ def read_parameters(
         if quantization is not None:
             spell_out(held, spelled, quantization, device, param=param)
             parameters |= read_kept(stored, kept, quantization, device, param=param)
-    return parameters | {name: cut_whole(parameters[name], pieces) for name, pieces in whole.items()}
-
-
-def _has_cut_codes(held: dict[str, StoredTensor], four_bits: Collection[str], pieces: tuple[TensorSource, ...]) -> bool:
-    """Whether a parameter has parts of tensors in 8 or 4 bits, which are spelled out whole."""
-    return any(
-        piece.cut is not None and (piece.source in four_bits or held[piece.source].dtype in (FP8, FP4))
-        for piece in pieces
-    )
+    return parameters
 
 
 def _kept(

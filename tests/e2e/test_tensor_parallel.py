@@ -20,8 +20,10 @@ from hiserve.cache.storage.shard_store import ShardStore
 from hiserve.cache.storage.transfer import TransferEngine
 from hiserve.core.transfers import CopyKind, PageCopy
 from hiserve.engine import rank
+from hiserve.models import expert_weights
 from hiserve.models.model_config import NANO, find_model
 from tests.helpers import window_models
+from tests.helpers.block_scaled import quantize
 from tests.helpers.cache_paths import (
     DRAFTS,
     HOST,
@@ -115,10 +117,14 @@ def test_a_group_drafts_with_a_head_of_few_tokens(tmp_path: Path) -> None:
     assert scores[0] and scores[1] == pytest.approx(scores[0], abs=1e-6)  # of a step that draws from shares otherwise
 
 
-@pytest.mark.parametrize("scheme", some(["int4", "fp8"], "int4"))
-def test_a_group_has_the_tokens_of_one_with_weights_in_few_bits(scheme: str) -> None:
-    """Rounded whole, then cut: each rank's products are parts of those of one, and drafts are as good."""
+@pytest.mark.parametrize("scheme", some(["int4", "fp8", "experts"], "int4", "experts"))
+def test_a_group_has_the_tokens_of_one_with_weights_in_few_bits(scheme: str, tmp_path: Path) -> None:
+    """Rounded whole, then cut: each rank's products are parts of those of one, and drafts are as good. Experts are not rounded."""
     options = SETTINGS | DRAFTS | pool(16) | {"max_model_len": 96, "host_cache_gib": 0, "quantize": scheme}
+    if scheme == "experts":
+        save_family("qwen3_moe", tmp_path, vocab_size=window_models.VOCAB)
+        shutil.copy(find_model(NANO) / "tokenizer.json", tmp_path)
+        options |= {"quantize": "fp8", "spec": "off", "model": str(tmp_path)}
     found = []
     for size in (1, 2):
         with rank_threads(), LLM(**options, tp=size) as llm:
@@ -182,12 +188,28 @@ def test_a_group_has_the_tokens_of_one_with_windows(family: str, size: int, tmp_
 
 
 @pytest.mark.parametrize(
-    ("family", "size"),
-    some(product(("deepseek_v3", "glm4_moe_lite", "deepseek_v32", "glm_moe_dsa"), (2, 4)), ("deepseek_v3", 2)),
+    ("family", "is_packed", "size"),
+    some(
+        product(("deepseek_v3", "glm4_moe_lite", "deepseek_v32", "glm_moe_dsa"), (False, True), (2, 4)),
+        ("deepseek_v3", True, 2),
+    ),
 )
-def test_a_group_has_the_tokens_of_one_with_latents(family: str, size: int, tmp_path: Path) -> None:
-    """Heads are shared out, latents are whole on each rank, and so is the index; an MTP head drafts. Beside experts a shared one, and a dense layer before."""
-    save_with_mtp(family, tmp_path, vocab_size=window_models.VOCAB)
+def test_a_group_has_the_tokens_of_one_with_latents(
+    family: str, is_packed: bool, size: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Heads are shared out, latents are whole on each rank, and so is the index; an MTP head drafts. Beside experts a shared one, and a dense layer before.
+
+    In FP8, as DeepSeek's checkpoints are, experts stay packed as on a GPU.
+    """
+    sizes = (
+        {"intermediate_size": 128 * size, "moe_intermediate_size": 128 * size, "v_head_dim": 32 * size}
+        if is_packed
+        else {}
+    )
+    save_with_mtp(family, tmp_path, vocab_size=window_models.VOCAB, **sizes)
+    if is_packed:
+        quantize(tmp_path, torch.bfloat16)
+        monkeypatch.setattr(expert_weights, "unpacks_in_tiles", lambda device, dtype: True)
     shutil.copy(find_model(NANO) / "tokenizer.json", tmp_path)
     options = (
         SETTINGS

@@ -5,14 +5,14 @@ from hiserve.cache.storage import shard_store
 from hiserve.distributed import collectives, shard
 from hiserve.engine import executor, joined_acks, rank, ranks, step_exchanges
 from hiserve.kernels import share_draw, step_reference
-from hiserve.models import decoder, draft_heads, shard_weights, shards, weights
+from hiserve.models import block_scales, decoder, draft_heads, names, shard_weights, shards, weights
 from hiserve.runners import dispatch, step_output
 from hiserve.sampling import logit_shares
 from tests.e2e import test_rank_processes, test_tensor_parallel
 from tests.unit.distributed import test_collectives, test_shard
 from tests.unit.engine import test_executor_faults, test_joined_acks, test_rank_memory, test_ranks, test_step_exchanges
 from tests.unit.kernels import test_draw
-from tests.unit.models import test_shards
+from tests.unit.models import test_expert_weights, test_shards
 from tests.unit.runners import test_graph
 from tests.unit.sampling import test_logit_shares
 from tests.unit.storage import test_shard_store
@@ -132,10 +132,22 @@ with executor.Executor._launch_draw, test_executor_faults.test_a_first_half_that
     "S4: the draw of a step that was deferred exchanges what was never listed"
     self._exchanges is not None and not isinstance(half, DeviceOutput)
     self._exchanges is not None
-with weights._has_cut_codes, test_shards.test_packed_rows_that_are_spelled_out_are_cut_too:
+with shard_weights.held_parts, test_shards.test_packed_rows_that_are_spelled_out_are_cut_too:
     "S1: a rank takes two values a byte for one"
-    held[piece.source].dtype in (FP8, FP4)
-    held[piece.source].dtype == FP8
+    tensor.shape == piece.shape
+    True
+with block_scales.multiply, test_shards.test_heads_of_latents_in_8_bits_may_end_within_a_block:
+    "S1: a rank multiplies its rows by the scales of the first ones"
+    span.start
+    0
+with names.TensorSource.in_units, test_expert_weights.test_a_rank_has_its_part_of_packed_numbers_and_their_scales["v3"]:
+    "S1: packed experts of a rank have the scales of the first one"
+    cut.begin // unit
+    0
+with shards._expert_unit, test_shards.test_no_rank_has_a_part_of_a_block_or_of_a_column_of_the_shared_expert:
+    "S1: ranks get parts of an expert that share a scale"
+    max(1, *spec.group)
+    1
 with draft_heads.Eagle3Head.__init__, test_tensor_parallel.test_a_group_drafts_with_a_head_of_few_tokens:
     "every rank drafts the tokens of the first one's share"
     tokens is not None and target.exchange is not None

@@ -11,6 +11,7 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from hiserve.core.packed_experts import unpacks_in_tiles
+from hiserve.distributed.shard import WHOLE, Shard
 from hiserve.errors import ModelError
 from hiserve.kernels.packed_weights import PackedWeights
 from hiserve.models import expert_weights, staging
@@ -56,8 +57,10 @@ CASES: dict[str, tuple[Callable[[Path], Path], dict[str, str]]] = {
 }
 
 
-def load(folder: Path, dtype: torch.dtype = torch.bfloat16, load_format: str = "auto") -> dict[str, Any]:
-    return load_parameters(folder, read_model_config(folder), dtype, torch.device("cpu"), load_format)
+def load(
+    folder: Path, dtype: torch.dtype = torch.bfloat16, load_format: str = "auto", shard: Shard = WHOLE
+) -> dict[str, Any]:
+    return load_parameters(folder, read_model_config(folder), dtype, torch.device("cpu"), load_format, shard)
 
 
 @pytest.fixture(scope="module")
@@ -85,6 +88,31 @@ def test_packed_parameters_stand_for_those_that_are_unpacked(
             ours = ours.unpacked(torch.bfloat16).view(theirs.shape)
         assert torch.equal(values_of(ours, torch.bfloat16), values_of(theirs, torch.bfloat16)), each
     assert kinds == CASES[name][1]
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_a_rank_has_its_part_of_packed_numbers_and_their_scales(tmp_path: Path, name: str) -> None:
+    """Gates, ups and columns of each expert; blocks of 128 and groups of 32 are whole, in half the memory."""
+    if name == "gpt-oss":
+        pack_gpt_oss(save_family("gpt_oss", tmp_path, intermediate_size=256))
+    elif name == "v4":
+        save_released(tmp_path, moe_intermediate_size=256, o_lora_rank=128)
+    else:
+        save_latent(
+            "deepseek_v3", tmp_path, moe_intermediate_size=256, hidden_size=136, intermediate_size=256, v_head_dim=64
+        )
+        quantize(tmp_path, torch.bfloat16)
+    whole, *shares = (load(tmp_path, torch.float32, shard=shard) for shard in (WHOLE, Shard(0, 2), Shard(1, 2)))
+    for last in CASES[name][1]:
+        parameter = whole["layers.1." + last]
+        values = parameter.unpacked(torch.float32)
+        is_down = last.endswith("down")
+        parts = values.chunk(2, -1) if is_down else values.unflatten(-2, (2, 2, -1)).unbind(-3)
+        for part, share in zip(parts, shares, strict=True):
+            its = share["layers.1." + last]
+            found = its.unpacked(torch.float32)
+            assert torch.equal(found if is_down else found.unflatten(-2, (2, -1)), part), last
+            assert 2 * (its.codes.nbytes + its.scales.nbytes) == parameter.codes.nbytes + parameter.scales.nbytes
 
 
 @pytest.mark.parametrize("name", CASES)

@@ -141,6 +141,18 @@ def test_heads_of_latents_are_shared_out(tmp_path: Path, query_rank: int | None,
         assert torch.equal(share["layers.1.router"], whole["layers.1.router"])
 
 
+def test_heads_of_latents_in_8_bits_may_end_within_a_block(tmp_path: Path) -> None:
+    """They are spelled out: the second rank's begin at row 160 of queries, and at 272 of keys and values, whose blocks have 128."""
+    save_latent(
+        "deepseek_v3", tmp_path, qk_nope_head_dim=72, v_head_dim=64, intermediate_size=256, moe_intermediate_size=256
+    )
+    quantize_by_blocks(tmp_path, torch.bfloat16)
+    whole, shares = whole_and_shares(tmp_path, "auto", 2)
+    for rank, share in enumerate(shares):
+        for name, rows in (("query_up", 160), ("latent_up", 272)):
+            assert torch.equal(share["layers.1." + name], whole["layers.1." + name][rows * rank : rows * (rank + 1)])
+
+
 @pytest.mark.parametrize("kind", ["eagle3", "mtp"])
 def test_draft_heads_are_cut_like_layers(kind: str) -> None:
     folder = find_model("hiserve-nano")
@@ -189,7 +201,7 @@ def test_facts_of_a_share_are_those_of_its_parameters(tmp_path: Path, family: st
         ("v4-flash-like", 2, "compressed rows"),
         ("llama-8b", 3, "Use one of 1, 2, 4, 8, 16, 32."),
         ("llama-8b", 64, "32 heads"),
-        ("v4-flash-like-fp4", 2, "quantized experts"),
+        ("v4-flash-like-fp4", 2, "compressed rows"),
     ],
 )
 def test_what_a_group_cannot_compute_is_refused_by_name(shape: str, size: int, fact: str) -> None:
@@ -213,6 +225,12 @@ def test_no_rank_has_a_part_of_a_block_or_of_a_column_of_the_shared_expert() -> 
     experts = msgspec.structs.replace(model.experts, shared_size=2044)
     with pytest.raises(ConfigError, match="Use one of 1, 2, 4"):
         refuse_unshardable(msgspec.structs.replace(model, experts=experts), 8)
+    model = msgspec.structs.replace(
+        model, quantization=msgspec.structs.replace(blocks, linears=None, experts=blocks.linears)
+    )
+    refuse_unshardable(model, 16)  # experts of 2048
+    with pytest.raises(ConfigError, match=r"in groups of 128\. Use one of 1, 2, 4, 8, 16\."):
+        refuse_unshardable(model, 32)
 
 
 @pytest.mark.parametrize(
@@ -284,6 +302,18 @@ def test_columns_in_the_order_of_their_groups_are_not_cut(tmp_path: Path) -> Non
         cut_quantized(weight, tuple(rows), param="model"), torch.float64
     )  # rows are, as the order is theirs too
     assert torch.equal(values, dequantize(weight, torch.float64).view(3, 256, 128)[:, 128:].flatten(0, 1))
+
+
+def test_experts_in_4_bits_are_spelled_out_and_cut(tmp_path: Path) -> None:
+    """Their inputs are sorted by group, which no part of them is; projections stay quantized, and are cut by columns alone where these are not."""
+    save_family("qwen3_moe", tmp_path, moe_intermediate_size=64)
+    quantize_checkpoint(tmp_path, "uint", lambda source: ".experts." in source)
+    whole, shares = whole_and_shares(tmp_path, "auto", 2)
+    for rank, share in enumerate(shares):
+        inner = slice(32 * rank, 32 * (rank + 1))
+        gate_up = whole["layers.0.experts_gate_up"].view(6, 2, 64, -1)[:, :, inner].flatten(0, 2)
+        assert torch.equal(share["layers.0.experts_gate_up"], gate_up)
+        assert torch.equal(share["layers.0.experts_down"], whole["layers.0.experts_down"][:, inner])
 
 
 def test_quantized_weights_that_are_spelled_out_are_cut_too(tmp_path: Path) -> None:
