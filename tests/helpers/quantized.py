@@ -126,12 +126,13 @@ def _four(weight: Tensor, name: str, form: Format, generator: torch.Generator) -
     scales = (torch.rand(rows, groups, generator=generator) + 0.5).half() * (weight.std() / 6).half()
     codes = (weight / scales[:, of_column].float() + zeros[:, of_column]).round().clamp(0, 15).long()
     values = (codes - zeros[:, of_column]).double() * scales[:, of_column].double()
-    return _packed(codes, scales, zeros, of_column, name, form), values
+    return packed(codes, scales, zeros, of_column, name, form), values
 
 
-def _packed(
+def packed(
     codes: Tensor, scales: Tensor, zeros: Tensor, of_column: Tensor, name: str, form: Format
 ) -> dict[str, Tensor]:
+    """Returns the tensors of a weight in 4 bits by the last part of their names, in one of ``FORMATS``."""
     if name in ("int", "uint"):
         made = {"weight_packed": numbers(codes), "weight_scale": scales}
         made |= {"weight_shape": torch.tensor(codes.shape)}

@@ -27,7 +27,7 @@ from hiserve.models.quantized_names import kept_specs
 from hiserve.models.weights import load_parameters
 from tests.helpers.model_facts import LAPTOP
 from tests.helpers.models import save_llama, save_qwen3
-from tests.helpers.quantized import FILE, FORMATS, quantize_checkpoint, values_of
+from tests.helpers.quantized import FILE, FORMATS, packed, quantize_checkpoint, values_of
 
 CPU = torch.device("cpu")
 KEPT = {
@@ -38,8 +38,33 @@ KEPT = {
 }
 
 
+# Numbers of 8 x 8 codes, (7 row + 3 column + row column) mod 16, as libraries of the formats made them: compressed-tensors 0.20.1
+# (``pack_to_int32``), and AutoAWQ 0.2.7 (``unpack_awq``, ``reverse_awq_order``; ``pack_exllama``, whose layout is that of GPTQ).
+_ROWS = (1392285232, 1068974007, 477288510, -113413707, -688383428, -1280068685, -1870767046, 2100950449)
+_AWQ_COLUMNS = (324512992, -1145359565, 1394592390, -76328487, -1814566868, 993755007, -744552766, 2079563029)
+OF_LIBRARIES = {
+    "int": (_ROWS, None),
+    "uint": (_ROWS, -1796649324),
+    "awq": (_AWQ_COLUMNS, -1639364124),
+    "gptq": (_ROWS, 2004318071),
+    "gptq_v2": (_ROWS, -1796649324),
+}
+
+
 def load(folder: Path, dtype: torch.dtype = torch.float64, load_format: str = "auto") -> dict[str, Any]:
     return load_parameters(folder, read_model_config(folder), dtype, CPU, load_format)
+
+
+@pytest.mark.parametrize("name", OF_LIBRARIES)
+def test_tests_pack_weights_as_the_libraries_of_their_formats_do(name: str) -> None:
+    """With a zero point of (5 row + 3) mod 15 + 1 for each row, or 8."""
+    row, column = torch.arange(8)[:, None], torch.arange(8)
+    zeros = (5 * row + 3) % 15 + 1 if FORMATS[name].zeros else torch.full((8, 1), 8)
+    made = packed((7 * row + 3 * column + row * column) % 16, torch.ones(8, 1), zeros, column // 8, name, FORMATS[name])
+    numbers = [each.flatten().tolist() for part, each in made.items() if part in ("weight_packed", "qweight")]
+    numbers_of_zeros = [each.tolist() for part, each in made.items() if part in ("weight_zero_point", "qzeros")]
+    words, word = OF_LIBRARIES[name]
+    assert numbers == [list(words)] and numbers_of_zeros == ([] if word is None else [[[word]]])
 
 
 @pytest.mark.parametrize("name", FORMATS)
