@@ -1,10 +1,13 @@
-"""The workloads of ``docs/figures.md`` on servers with OpenAI's API, one after the other on one machine.
+"""Workloads on servers with OpenAI's API, one after the other on one machine: batches, prompts, chats, agents, arrivals, conversations.
 
-Usage: ``python -m benchmarks.peers OUT.json COMMIT (--start NAME ... | --url URL ...) [--runs 3] [--only WORKLOAD ...] [--tiny] [-- FLAGS]``.
-``--start hiserve vllm sglang`` starts each that is named, where it is installed, with its defaults: Llama-8B's shape with random weights
-and a tokenizer of its vocabulary. ``--url`` names servers that run. FLAGS are of the server that is started, if it is one. Prompts are
-token ids, and replies have their whole length. Each run has prompts of its own, the same for all servers; the first run of a workload
-is not counted. Ratios are of the first server to the others. ``--tiny`` takes hiserve-nano on the CPU, or small workloads for ``--url``.
+Usage: ``python -m benchmarks.peers OUT.json COMMIT (--start NAME ... | --url URL ...) [--runs 3] [--only WORKLOAD ...]
+[--sessions FILE] [--tiny] [-- FLAGS]``. ``--start hiserve vllm sglang`` starts each that is named, where it is installed, with its
+defaults: Llama-8B's shape with random weights and a tokenizer of its vocabulary; then with weights in FP8, with few pages on the device
+and a tier on the host, and with the shape of a small model. ``--url`` names servers that run, for the first of these. FLAGS are of
+the server that is started, if it is one. FILE has recorded sessions of agents (``hiserve bench serve --dataset agent-sessions``).
+Prompts are token ids otherwise, and replies have their whole length. Each run has prompts of its own, the same for all servers; the
+first run of a workload is not counted. Ratios are of the first server to the others. ``--tiny`` takes hiserve-nano on the CPU, or small
+workloads for ``--url``.
 """
 
 from __future__ import annotations
@@ -16,14 +19,14 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import httpx
 
-from benchmarks.gpu.sizes import FULL, LARGE, TINY, Sizes
+from benchmarks.gpu.sizes import FULL, LARGE, SMALL, TINY, Sizes
 from benchmarks.record import Record, gpu_parser, medians
 from benchmarks.served import HISERVE, bench, write_tokenizer
 from hiserve.models.builtin_shapes import SHAPES
@@ -50,30 +53,91 @@ NANO_COMMAND = (
 MAX_START_S = 900.0
 PERIOD_S = 0.5
 FIGURES = ("output_tokens_per_s", "input_tokens_per_s", "requests_per_s")
+LATENCIES = ("ttft_ms", "tpot_ms", "e2el_ms")
 SEED = 7000
+DEVICE_PAGE = 16  # tokens
+FP8 = {
+    "hiserve": ("--quantize", "fp8"),
+    "vllm": ("--quantization", "fp8"),
+    "sglang": ("--quantization", "fp8"),
+}
 
 
 class Workload(NamedTuple):
-    """A kind of ``hiserve bench`` with its options."""
+    """A kind of ``hiserve bench`` with its options, and the figure by which servers are compared: a rate, or a time."""
 
     kind: str
-    options: dict[str, int]
+    options: dict[str, Any]
+    figure: str = FIGURES[0]
 
 
-def workloads(sizes: Sizes) -> dict[str, Workload]:
-    """Returns those that the engine is measured with: batches at once, prompts alone, chats, and streams that come and go."""
-    cases = [(case.rows, case.rows, case.prompt, case.output) for case in sizes.peers]
-    cases += [(sizes.prefill[0], sizes.prefill[0], sizes.prefill[1], 1)]
-    cases += [(sizes.http.streams, sizes.http.requests, sizes.http.prompt, sizes.http.output)]
+class Setup(NamedTuple):
+    """A model, the flags with which each server is started, beside those of all, and what is measured then."""
+
+    shape: str
+    flags: dict[str, tuple[str, ...]]
+    workloads: dict[str, Workload]
+
+
+def setups(sizes: Sizes, sessions: Path | None = None) -> list[Setup]:
+    """Returns them in order, the defaults first; ``sessions`` are recorded ones of agents."""
+    at_once = batches([(case.rows, case.prompt, case.output) for case in sizes.peers])
+    at_once |= batches([(*sizes.prefill, 1)])
+    small = batches([(case.rows, case.prompt, case.output) for case in (sizes.peers[0], sizes.peers[-1])])
+    return [
+        Setup(LARGE, {}, at_once | others(sizes, sessions)),
+        Setup(LARGE, FP8, {f"FP8, {title}": each for title, each in at_once.items()}),
+        few_pages(sizes),
+        Setup(SMALL, {}, {f"{SMALL}, {title}": each for title, each in small.items()}),
+    ]
+
+
+def batches(cases: Iterable[tuple[int, int, int]]) -> dict[str, Workload]:
+    """Returns requests that come at once; a case is their number, and the lengths of prompt and reply."""
     found = {}
-    for streams, requests, prompt, output in cases:
-        sent = {"num_prompts": requests, "max_concurrency": streams, "input_length": prompt, "output_length": output}
-        of = "" if requests == streams else f" of {requests}"
-        found[f"{streams}{of} x {prompt} -> {output}"] = Workload("serve", sent)
+    for rows, prompt, output in cases:
+        sent = {"num_prompts": rows, "max_concurrency": rows, "input_length": prompt, "output_length": output}
+        found[f"{rows} x {prompt} -> {output}"] = Workload("serve", sent)
+    return found
+
+
+def others(sizes: Sizes, sessions: Path | None) -> dict[str, Workload]:
+    """Returns short and long requests, streams that come and go, mixed lengths, arrivals, chats and agents."""
+    is_full = sizes is FULL
+    found = batches([(256, 128, 128), (1, 32_000, 256)] if is_full else [(8, 16, 16), (1, 400, 8)])
+    http = sizes.http
+    lengths = {"input_length": http.prompt, "output_length": http.output}
+    found[f"{http.streams} of {http.requests} x {http.prompt} -> {http.output}"] = Workload(
+        "serve", {"num_prompts": http.requests, "max_concurrency": http.streams} | lengths
+    )
+    count, arriving, rate = (256, 200, 10) if is_full else (8, 8, 4)
+    mixed = lengths | {"random_range_ratio": 0.9}
+    found[f"{count} of mixed lengths"] = Workload("serve", {"num_prompts": count} | mixed)
+    arrivals = {"num_prompts": arriving, "request_rate": rate} | mixed
+    found[f"{rate} arrivals a second"] = Workload("serve", arrivals, "e2el_ms")
     chats = sizes.chats
-    said = {"num_clients": chats.chats, "num_rounds": chats.turns}
+    said = {"num_clients": chats.chats, "num_rounds": chats.turns, "shared_length": chats.shared}
     said |= {"request_length": chats.turn_input, "output_length": chats.turn_output}
-    return found | {f"{chats.chats} chats x {chats.turns} turns": Workload("multiturn", said)}
+    found[f"{chats.chats} chats x {chats.turns} turns"] = Workload("multiturn", said)
+    if sessions is not None:
+        asked = {"dataset": "agent-sessions", "path": sessions, "num_prompts": 758, "max_concurrency": 16}
+        found["agents, 16 at once"] = Workload("serve", asked, "requests_per_s")
+    return found
+
+
+def few_pages(sizes: Sizes) -> Setup:
+    """Returns conversations in groups, of which the device holds a part and the host all."""
+    case, tiers = sizes.conversations, sizes.tiers
+    pages, length, gib = tiers["kv_pages"], str(tiers["max_model_len"]), str(sizes.host_gib)
+    flags = {
+        "hiserve": ("--kv-pages", str(pages), "--max-model-len", length, "--host-cache-gib", gib),
+        "vllm": ("--num-gpu-blocks-override", str(pages), "--max-model-len", length, "--kv-offloading-size", gib),
+        "sglang": ("--max-total-tokens", str(pages * DEVICE_PAGE), "--context-length", length, "--enable-hierarchical-cache"),
+    }  # fmt: skip
+    said = {"num_conversations": case.conversations, "group_size": case.group, "num_rounds": case.turns}
+    said |= {"conversation_length": case.history, "request_length": case.turn_input, "output_length": case.turn_output}
+    title = f"{case.conversations} conversations of {case.history} over {pages} pages"
+    return Setup(LARGE, flags, {title: Workload("cache", said | {"tokens_per_page": DEVICE_PAGE})})
 
 
 @contextmanager
@@ -115,17 +179,20 @@ def is_ready(url: str) -> bool:
 
 
 @contextmanager
-def server(name: str, given: argparse.Namespace) -> Iterator[str]:
+def server(name: str, setup: Setup, given: argparse.Namespace) -> Iterator[str]:
     """Yields the address of a server that is measured: one that runs, or one that is started."""
     if given.url:
         yield name.rstrip("/")
         return
     with tempfile.TemporaryDirectory() as folder:
-        write_tokenizer(Path(folder), SHAPES[LARGE]["vocab_size"])
-        shape = {"model_type": "llama", "tie_word_embeddings": False, "bos_token_id": 1, "eos_token_id": 2}
-        (Path(folder) / "config.json").write_text(json.dumps(shape | SHAPES[LARGE]))
+        write_tokenizer(Path(folder), SHAPES[setup.shape]["vocab_size"])
+        model_type = "llama" if setup.shape == LARGE else "qwen3"
+        known = {"model_type": model_type, "tie_word_embeddings": False, "bos_token_id": 1, "eos_token_id": 2}
+        (Path(folder) / "config.json").write_text(json.dumps(known | SHAPES[setup.shape]))
         command = NANO_COMMAND if given.tiny else COMMANDS[name]
-        with started([word.replace("{folder}", folder) for word in (*command, *given.flags)]) as url:
+        with started(
+            [word.replace("{folder}", folder) for word in (*command, *setup.flags.get(name, ()), *given.flags)]
+        ) as url:
             yield url
 
 
@@ -135,44 +202,49 @@ def measure(url: str, workload: Workload, num_runs: int, vocab_size: int) -> dic
     runs = [bench(workload.kind, url, **options, seed=SEED + number) for number in range(1 + num_runs)]
     summaries = [run["summary"] for run in runs[1:]]
     samples = {name: [summary[name] for summary in summaries] for name in FIGURES}
-    samples["ttft_ms"] = [summary["ttft_ms"]["median"] for summary in summaries]
-    samples["tpot_ms"] = [summary["tpot_ms"]["median"] for summary in summaries]
-    return {"median": medians(samples), "runs": summaries}
+    samples |= {name: [summary[name]["median"] for summary in summaries] for name in LATENCIES}
+    return {"median": medians(samples), "compared": workload.figure, "runs": summaries}
 
 
 def ratios(servers: dict[str, dict[str, Any]]) -> dict[str, dict[str, float]]:
-    """Returns, by workload and server, the output tokens of the first server over those of each other."""
-    first, *others = servers
+    """Returns, by workload and other server, how many times better the first server is."""
+    first, *rest = servers
     found: dict[str, dict[str, float]] = {}
     for title, ours in servers[first].items():
-        for other in others:
+        for other in rest:
             if title in servers[other]:
-                theirs = servers[other][title]["median"]["output_tokens_per_s"]
-                found.setdefault(title, {})[other] = ours["median"]["output_tokens_per_s"] / theirs
+                mine, its = (each["median"][ours["compared"]] for each in (ours, servers[other][title]))
+                found.setdefault(title, {})[other] = its / mine if ours["compared"] in LATENCIES else mine / its
     return found
 
 
 def main() -> int:
     given = arguments()
-    sizes = TINY if given.tiny else FULL
     result = Record.of(given, "python -m benchmarks.peers OUT.json COMMIT ...", "benchmarks/peers.py")
     result |= {"flags": given.flags, "servers": {}, "ratios": {}}
+    planned = setups(TINY if given.tiny else FULL, given.sessions)
     for name in given.start or given.url:
-        print(f"{name:<28} {'output/s':>10} {'input/s':>10} {'ttft ms':>10} {'tpot ms':>10}", flush=True)
+        print(f"{name:<48} {'output/s':>10} {'input/s':>10} {'ttft ms':>10} {'tpot ms':>10}", flush=True)
         found = result["servers"][name] = {}
-        with server(name, given) as url:
-            for title, workload in workloads(sizes).items():
-                if given.only and title not in given.only:
-                    continue
-                found[title] = measure(url, workload, given.runs, given.vocab_size)
-                result["ratios"] = ratios(result["servers"])
-                result.save()
-                median = found[title]["median"]
-                rates = f"{median['output_tokens_per_s']:>10.0f} {median['input_tokens_per_s']:>10.0f}"
-                print(f"{title:<28} {rates} {median['ttft_ms']:>10.1f} {median['tpot_ms']:>10.2f}", flush=True)
-    for title, others in result["ratios"].items():
-        print(title, *(f"{ratio:.3f} of {other}" for other, ratio in others.items()), sep=", ", flush=True)
+        for setup in planned[:1] if given.url else planned:
+            wanted = {title: each for title, each in setup.workloads.items() if not given.only or title in given.only}
+            if not wanted:
+                continue
+            with server(name, setup, given) as url:
+                for title, workload in wanted.items():
+                    vocab_size = given.vocab_size or SHAPES[setup.shape]["vocab_size"]
+                    found[title] = measure(url, workload, given.runs, vocab_size)
+                    result["ratios"] = ratios(result["servers"])
+                    result.save()
+                    show(title, found[title]["median"])
+    for title, rest in result["ratios"].items():
+        print(title, *(f"{ratio:.3f} of {other}" for other, ratio in rest.items()), sep=", ", flush=True)
     return 0
+
+
+def show(title: str, median: dict[str, float]) -> None:
+    rates = f"{median['output_tokens_per_s']:>10.0f} {median['input_tokens_per_s']:>10.0f}"
+    print(f"{title:<48} {rates} {median['ttft_ms']:>10.1f} {median['tpot_ms']:>10.2f}", flush=True)
 
 
 def arguments() -> argparse.Namespace:
@@ -182,6 +254,7 @@ def arguments() -> argparse.Namespace:
     where.add_argument("--start", nargs="+", choices=COMMANDS)
     parser.add_argument("--runs", type=int, default=3, help="that count, of each workload (3)")
     parser.add_argument("--only", nargs="+", metavar="WORKLOAD", help="by their names in the table")
+    parser.add_argument("--sessions", type=Path, metavar="FILE", help="recorded sessions of agents, JSON lines")
     parser.add_argument(
         "--vocab-size", type=int, help="of the models at --url (default: as of the model that is started)"
     )
@@ -191,8 +264,8 @@ def arguments() -> argparse.Namespace:
     given.flags = words[end + 1 :]
     if given.flags and len(given.start or ()) != 1:
         parser.error(f"flags {' '.join(given.flags)} are for one server that is started: --start NAME")
-    if given.vocab_size is None:
-        given.vocab_size = 2048 if given.tiny else SHAPES[LARGE]["vocab_size"]
+    if given.vocab_size is None and given.tiny:
+        given.vocab_size = 2048
     return given
 
 

@@ -93,6 +93,7 @@ async def multiturn(
             lengths=[rounds.request_length] * rounds.num_rounds,
             output_length=rounds.output_length,
             think_s=rounds.think_time,
+            shared_length=rounds.shared_length,
             vocab_size=server.target.require_vocab_size(),
             seed=limits.seed,
         )

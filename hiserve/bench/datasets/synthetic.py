@@ -64,18 +64,33 @@ def shared_prefixes(
 
 
 def conversations(
-    *, count: int, lengths: Sequence[int], output_length: int, vocab_size: int, seed: int, think_s: float = 0.0
+    *,
+    count: int,
+    lengths: Sequence[int],
+    output_length: int,
+    vocab_size: int,
+    seed: int,
+    think_s: float = 0.0,
+    shared_length: int = 0,
 ) -> list[list[Turn]]:
-    """Returns sessions, each prompt of which is all that was said before it and new random tokens, ``lengths`` of them."""
+    """Returns sessions, each prompt of which is all that was said before it and new random tokens, ``lengths`` of them.
+
+    All first prompts begin with the same ``shared_length`` tokens more.
+    """
     rng = np.random.default_rng(seed)
-    pauses = [0.0, *[think_s] * (len(lengths) - 1)]
-    return [
-        [
-            Turn(prompt=draw_tokens(rng, length, vocab_size), max_tokens=output_length, think_s=pause_s, extends=True)
-            for length, pause_s in zip(lengths, pauses, strict=True)
-        ]
-        for _ in range(count)
-    ]
+    shared = draw_tokens(rng, shared_length, vocab_size)
+    sessions: list[list[Turn]] = []
+    for _ in range(count):
+        prompts = [draw_tokens(rng, length, vocab_size) for length in lengths]
+        prompts[0] = np.concatenate([shared, prompts[0]])
+        pauses = [0.0, *[think_s] * (len(lengths) - 1)]
+        sessions.append(
+            [
+                Turn(prompt=prompt, max_tokens=output_length, think_s=pause_s, extends=True)
+                for prompt, pause_s in zip(prompts, pauses, strict=True)
+            ]
+        )
+    return sessions
 
 
 def check_fits(workload: Workload, max_model_len: int | None) -> None:

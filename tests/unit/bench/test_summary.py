@@ -206,6 +206,13 @@ def test_every_client_has_its_own_new_tokens_each_round() -> None:
     assert np.array_equal(np.asarray(again[2][1].prompt), np.asarray(sessions[2][1].prompt))
 
 
+def test_all_chats_may_begin_alike() -> None:
+    sessions = conversations(count=3, lengths=[10, 4], output_length=4, vocab_size=1000, seed=42, shared_length=6)
+    first, second = ([np.asarray(turns[number].prompt).tolist() for turns in sessions] for number in range(2))
+    assert {len(prompt) for prompt in first} == {16} and {len(prompt) for prompt in second} == {4}
+    assert len({tuple(prompt[:6]) for prompt in first}) == 1 and len({tuple(prompt[6:]) for prompt in first}) == 3
+
+
 def test_a_round_summarises_its_own_samples() -> None:
     run = run_of(
         sample(0.0, 0.1, turn=0, num_prompt=10, num_cached=0),

@@ -13,6 +13,8 @@ import pytest
 
 from benchmarks import peers
 from benchmarks.gpu.sizes import FULL, TINY
+from hiserve.cli import parse
+from hiserve.config.flags import flag_of
 
 
 class Loading(BaseHTTPRequestHandler):
@@ -58,20 +60,41 @@ def test_a_server_that_ends_at_its_start_is_told() -> None:
         pass
 
 
-def test_the_workloads_are_those_of_the_engine() -> None:
-    found = peers.workloads(FULL)
-    assert list(found) == [
-        *(f"{case.rows} x {case.prompt} -> {case.output}" for case in FULL.peers),
-        "8 x 8192 -> 1",
+def test_the_workloads_are_those_of_the_engine_and_of_its_users() -> None:
+    plain, fp8, few_pages, small = peers.setups(FULL, Path("agents.jsonl"))
+    at_once = [*(f"{case.rows} x {case.prompt} -> {case.output}" for case in FULL.peers), "8 x 8192 -> 1"]
+    assert list(plain.workloads) == [
+        *at_once,
+        "256 x 128 -> 128",
+        "1 x 32000 -> 256",
         "32 of 96 x 1024 -> 256",
+        "256 of mixed lengths",
+        "10 arrivals a second",
         "64 chats x 6 turns",
+        "agents, 16 at once",
     ]
-    assert found["8 x 8192 -> 1"] == peers.Workload(
+    assert plain.workloads["8 x 8192 -> 1"] == peers.Workload(
         "serve", {"num_prompts": 8, "max_concurrency": 8, "input_length": 8192, "output_length": 1}
     )
-    assert peers.workloads(TINY)["4 chats x 2 turns"] == peers.Workload(
-        "multiturn", {"num_clients": 4, "num_rounds": 2, "request_length": 16, "output_length": 8}
+    assert list(fp8.workloads) == [f"FP8, {title}" for title in at_once]
+    assert list(few_pages.workloads) == ["32 conversations of 6144 over 4096 pages"]
+    assert list(small.workloads) == ["qwen3-0.6b, 1 x 1024 -> 512", "qwen3-0.6b, 128 x 1024 -> 256"]
+    assert all(set(setup.flags) == set(peers.COMMANDS) for setup in (fp8, few_pages))
+    chats = peers.setups(TINY)[0].workloads["4 chats x 2 turns"]
+    assert chats == peers.Workload(
+        "multiturn",
+        {"num_clients": 4, "num_rounds": 2, "shared_length": 32, "request_length": 16, "output_length": 8},
     )
+
+
+def test_each_workload_is_one_that_the_command_takes() -> None:
+    """Its options have their names and are in their ranges, and so are the flags of our own server."""
+    for sizes in (FULL, TINY):
+        for setup in peers.setups(sizes, Path("agents.jsonl")):
+            assert parse(["serve", "model", *setup.flags.get("hiserve", ())])[0] == "serve"
+            for workload in setup.workloads.values():
+                words = [word for name, value in workload.options.items() for word in (flag_of(name), str(value))]
+                assert parse(["bench", workload.kind, *words])[2]["kind"] == workload.kind
 
 
 def test_what_follows_two_dashes_are_flags_of_the_one_server(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -84,9 +107,12 @@ def test_what_follows_two_dashes_are_flags_of_the_one_server(monkeypatch: pytest
 
 
 def test_ratios_are_of_the_first_server_to_each_other_in_workloads_that_both_ran() -> None:
-    rates = {"ours": {"a": 30.0, "b": 8.0}, "theirs": {"a": 20.0}, "third": {"a": 60.0, "b": 4.0}}
+    figures = {"ours": {"a": 30.0, "b": 8.0}, "theirs": {"a": 20.0}, "third": {"a": 60.0, "b": 4.0}}
+    compared = {"a": "output_tokens_per_s", "b": "e2el_ms"}
     servers = {
-        name: {title: {"median": {"output_tokens_per_s": rate}} for title, rate in found.items()}
-        for name, found in rates.items()
+        name: {
+            title: {"median": {compared[title]: figure}, "compared": compared[title]} for title, figure in found.items()
+        }
+        for name, found in figures.items()
     }
-    assert peers.ratios(servers) == {"a": {"theirs": 1.5, "third": 0.5}, "b": {"third": 2.0}}
+    assert peers.ratios(servers) == {"a": {"theirs": 1.5, "third": 0.5}, "b": {"third": 0.5}}
