@@ -147,7 +147,7 @@ class DecodeRows:
 
 
 class PromptRows:
-    """Rows without a prefix, which read the step's keys and values. ``backend`` is ``fa2`` or ``fa3``."""
+    """Rows whose keys and values are given, those of the step or of prefixes too. ``backend`` is ``fa2`` or ``fa3``."""
 
     def __init__(self, shape: AttentionShape, window: int | None, partials: Tensor, backend: str) -> None:
         self._wrapper = BatchPrefillWithRaggedKVCacheWrapper(partials, "NHD", backend=backend)
@@ -156,8 +156,7 @@ class PromptRows:
 
     def schedule(self, lengths: RowLengths, indices: Tensor) -> None:
         """Makes the schedule; there are no pages."""
-        indptr = pin(lengths.qo_indptr)
-        self._wrapper.plan(indptr, indptr, **self._arguments)
+        self._wrapper.plan(pin(lengths.qo_indptr), pin(_starts(lengths.kv_lens)), **self._arguments)
 
     def attend(self, q: Tensor, k: Tensor, v: Tensor, pool: tuple[Tensor, Tensor], out: Tensor) -> None:
         """Attends over ``k`` and ``v``."""

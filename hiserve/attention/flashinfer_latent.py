@@ -162,19 +162,19 @@ class FlashInferPrompts:
 
     def _load(self) -> None:
         for _ in self._turns:
-            self.plan(np.array([2], dtype=np.int32))
+            self.plan(*[np.array([2], dtype=np.int32)] * 2)
 
-    def plan(self, q_lens: Int32Array) -> None:
-        """Schedules prompts of these numbers of tokens."""
+    def plan(self, q_lens: Int32Array, kv_lens: Int32Array) -> None:
+        """Schedules prompts of these numbers of new tokens, and of tokens with their prefixes."""
         self._num_plans += 1
         rows, copied = self._turns[self._num_plans % _NUM_TURNS]
         copied.synchronize()
         none = torch.empty(0, dtype=torch.int32)
-        rows.schedule(RowLengths(q_lens, q_lens, self._shape.page_size), none)
+        rows.schedule(RowLengths(q_lens, kv_lens, self._shape.page_size), none)
         copied.record()
 
     def attend(self, q: Tensor, keys: Tensor, values: Tensor, out: Tensor) -> None:
-        """Writes ``out``, contiguous: token i of each prompt sees its own keys up to i."""
+        """Writes ``out``, contiguous: the last token of each prompt sees all its keys, others as many fewer."""
         rows, _ = self._turns[self._num_plans % _NUM_TURNS]
         rows.attend(q, keys, values, (keys, values), out)
 

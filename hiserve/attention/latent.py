@@ -17,7 +17,7 @@ from torch import Tensor
 from hiserve.attention.base import Attention, AttentionShape
 from hiserve.core.forward import ForwardInputs, LatentKV, LayerKV
 from hiserve.core.plan import Int32Array
-from hiserve.core.step_memory import EXPANDED_KEYS
+from hiserve.core.step_memory import EXPANDED_BYTES, EXPANDED_KEYS
 from hiserve.kernels.reference import merge
 from hiserve.kernels.row_codecs import load_latents
 
@@ -30,13 +30,13 @@ _MAX_FUSED_DIM = 256
 
 
 class ExpandedPrompts(Protocol):
-    """A kernel of prompts without a prefix, whose keys and values are expanded."""
+    """A kernel of prompts whose keys and values are expanded, those of their prefixes too."""
 
     def is_ready(self) -> bool:
         """Whether it may plan."""
 
-    def plan(self, q_lens: Int32Array) -> None:
-        """Prepares prompts of these numbers of tokens."""
+    def plan(self, q_lens: Int32Array, kv_lens: Int32Array) -> None:
+        """Prepares prompts of these numbers of new tokens, and of tokens with their prefixes."""
 
     def attend(self, q: Tensor, keys: Tensor, values: Tensor, out: Tensor) -> None:
         """As ``attend_prompts``, into ``out``."""
@@ -79,10 +79,13 @@ class _LongRow:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class _Prompts:
-    """All rows to expand, none of which has a prefix: one launch computes them."""
+    """All rows to expand, whose keys are in memory at once: one launch computes them."""
 
-    starts: Tensor  # int32 ``[n + 1]``: where the tokens of each row start, from the first of them
-    max_new: int  # tokens of the longest
+    starts: Tensor  # int32 ``[n + 1]``: where the new tokens of each row start, from the first of them
+    key_starts: Tensor  # likewise, where its keys start
+    max_new: int  # new tokens of the row with most
+    max_keys: int
+    cached: Tensor | None  # int64: slots of all tokens before this step, row after row; None without any
     kernel: ExpandedPrompts | None  # planned for them; None is torch's
 
 
@@ -94,7 +97,7 @@ class LatentAttention:
         absorbed: A backend for one KV head of ``head_dim`` elements, of which the first ``rank`` are the value, and
             scores scaled by ``shape.latent.scale``.
         min_expanded: Least new tokens of a row to expand; None expands none.
-        prompts: Computes prompts without a prefix where one launch may, once it is ready; None is torch's kernel.
+        prompts: Computes prompts where one launch may, once it is ready; None is torch's kernel.
     """
 
     def __init__(
@@ -140,15 +143,31 @@ class LatentAttention:
             pages = inputs.page_table[row, : -(-num_cached // self._shape.page_size)].long()
             self._long.append(_LongRow(start, num_new, num_cached, pages))
             start += num_new
-        self._prompts = None
-        if self._long and self._has_launch(inputs.kv_lens.device) and not any(row.num_cached for row in self._long):
-            starts = inputs.qo_indptr[first:] - self._num_absorbed
-            kernel = self._kernel if self._kernel is not None and self._kernel.is_ready() else None
-            if kernel is not None:
-                kernel.plan(inputs.q_lens[first:])
-            self._prompts = _Prompts(starts, max(row.num_new for row in self._long), kernel)
+        num_cached = sum(row.num_cached for row in self._long)
+        has_launch = self._long and num_cached <= self._most_keys and self._has_launch(inputs.kv_lens.device)
+        self._prompts = self._one_launch(inputs, first) if has_launch else None
         if first:
             self._absorbed.plan(inputs.cut(0, first) if self._long else inputs)
+
+    def _one_launch(self, inputs: ForwardInputs, first: int) -> _Prompts:
+        """Returns the launch of the rows from ``first`` on."""
+        starts = key_starts = inputs.qo_indptr[first:] - self._num_absorbed
+        cached = None
+        if any(row.num_cached for row in self._long):
+            key_starts = torch.nn.functional.pad(inputs.kv_lens[first:].cumsum(0, dtype=torch.int32), (1, 0))
+            cached = torch.cat([self._slots(row.pages, 0, row.num_cached) for row in self._long])
+        kernel = self._kernel if self._kernel is not None and self._kernel.is_ready() else None
+        if kernel is not None:
+            kernel.plan(inputs.q_lens[first:], inputs.kv_bounds[first:])
+        max_new = max(row.num_new for row in self._long)
+        max_keys = max(row.num_cached + row.num_new for row in self._long)
+        return _Prompts(starts, key_starts, max_new, max_keys, cached, kernel)
+
+    @property
+    def _most_keys(self) -> int:
+        """Keys of prefixes that are expanded at once."""
+        elements = self._shape.num_heads * (self._key_dim + self._latent.value_dim)
+        return max(EXPANDED_KEYS, EXPANDED_BYTES // (elements * self._shape.dtype.itemsize))
 
     def _has_launch(self, device: torch.device) -> bool:
         """Whether one launch may compute several prompts; it sees the first key of each."""
@@ -167,17 +186,27 @@ class LatentAttention:
             latents = self._absorbed.forward(absorb(q[:cut], kv.to_keys), k[:cut], v[:cut], kv, layer)
             torch.bmm(latents.transpose(0, 1), kv.to_values.transpose(1, 2), out=out[:cut].transpose(0, 1))
         if self._prompts is not None:
-            keys, values = self._expand(k[cut:, 0], kv)
-            starts, max_new, kernel = self._prompts.starts, self._prompts.max_new, self._prompts.kernel
-            if kernel is not None:
-                kernel.attend(q[cut:], keys, values, out[cut:])
+            keys, values = self._expand(self._all_rows(self._prompts, k[cut:, 0], kv), kv)
+            if self._prompts.kernel is not None:
+                self._prompts.kernel.attend(q[cut:], keys, values, out[cut:])
                 return out
-            out[cut:] = attend_prompts(q[cut:], keys, values, starts, max_new, self._latent.scale)
+            starts, most = self._prompts.starts, (self._prompts.max_new, self._prompts.max_keys)
+            key_starts, scale = self._prompts.key_starts, self._latent.scale
+            out[cut:] = attend_prompts(q[cut:], keys, values, starts, key_starts, most, scale)
             return out
         for row in self._long:
             mine = slice(row.start, row.start + row.num_new)
             out[mine] = self._expand_and_attend(row, q[mine], k[mine, 0], kv)
         return out
+
+    def _all_rows(self, prompts: _Prompts, new: Tensor, kv: LatentKV) -> Tensor:
+        """Returns the rows of all keys of a launch, ``[num_keys, width]``; ``new`` are those of its new tokens."""
+        if prompts.cached is None:
+            return new
+        cached = self._read(kv, new.dtype, prompts.cached)
+        old = cached.split([row.num_cached for row in self._long])
+        own = new.split([row.num_new for row in self._long])
+        return torch.cat([each for pair in zip(old, own, strict=True) for each in pair])
 
     def _expand_and_attend(self, row: _LongRow, q: Tensor, new: Tensor, kv: LatentKV) -> Tensor:
         """Attends over the new keys, then over the cached ones, some at a time.
@@ -191,22 +220,24 @@ class LatentAttention:
             seen, _ = self._attend(q[hidden:], new[hidden:], kv, is_causal=True)
             return torch.cat((seen.new_zeros((hidden, *seen.shape[1:])), seen)).to(q.dtype)
         out, lse = self._attend(q, new, kv, is_causal=True)
-        for begin in range(hidden, row.num_cached, EXPANDED_KEYS):
-            end = min(begin + EXPANDED_KEYS, row.num_cached)
-            out, lse = merge(
-                out, lse, *self._attend(q, self._gather(kv, q.dtype, row.pages, begin, end), kv, is_causal=False)
-            )
+        for begin in range(hidden, row.num_cached, self._most_keys):
+            end = min(begin + self._most_keys, row.num_cached)
+            rows = self._read(kv, q.dtype, self._slots(row.pages, begin, end))
+            out, lse = merge(out, lse, *self._attend(q, rows, kv, is_causal=False))
         return out.to(q.dtype)
 
-    def _gather(self, kv: LatentKV, dtype: torch.dtype, pages: Tensor, begin: int, end: int) -> Tensor:
-        """Returns the rows of the positions ``begin`` to ``end``, ``[end - begin, width]``."""
-        page_size = self._shape.page_size
-        if kv.packed is not None:
-            position = torch.arange(begin, end, device=pages.device)
-            return load_latents(kv, pages[position // page_size] * page_size + position % page_size, dtype)
-        first, pool = begin // page_size, kv.k
-        found = pool.view(-1, page_size, pool.shape[-1]).index_select(0, pages[first : -(-end // page_size)])
-        return found.flatten(0, 1)[begin - first * page_size : end - first * page_size]
+    def _slots(self, pages: Tensor, begin: int, end: int) -> Tensor:
+        """Returns the slots of the positions ``begin`` to ``end`` of a row with these pages, int64."""
+        position, page_size = torch.arange(begin, end, device=pages.device), self._shape.page_size
+        return pages[position // page_size] * page_size + position % page_size
+
+    def _read(self, kv: LatentKV, dtype: torch.dtype, slots: Tensor) -> Tensor:
+        """Returns the rows in some slots, ``[n, width]``."""
+        return (
+            kv.k.view(-1, kv.k.shape[-1]).index_select(0, slots)
+            if kv.packed is None
+            else load_latents(kv, slots, dtype)
+        )
 
     def _attend(self, q: Tensor, rows: Tensor, kv: LatentKV, *, is_causal: bool) -> tuple[Tensor, Tensor]:
         """Expands rows ``[m, width]`` and attends; as ``attend_dense``."""
@@ -273,22 +304,25 @@ def attend_dense(q: Tensor, keys: Tensor, values: Tensor, scale: float, *, is_ca
     return torch.cat(outs), torch.cat(sums)
 
 
-def attend_prompts(q: Tensor, keys: Tensor, values: Tensor, starts: Tensor, max_new: int, scale: float) -> Tensor:
-    """Attends in one launch over several prompts: token i of each sees its own keys up to i. On CUDA, 16 bits.
+def attend_prompts(
+    q: Tensor, keys: Tensor, values: Tensor, starts: Tensor, key_starts: Tensor, most: tuple[int, int], scale: float
+) -> Tensor:
+    """Attends in one launch over several prompts: the last token of each sees all its keys, others as many fewer. On CUDA, 16 bits.
 
     Args:
         q: ``[T, num_heads, d]``, ``d`` at most 256.
-        keys: Like ``q``.
-        values: ``[T, num_heads, v]``, ``v`` at most ``d``.
+        keys: ``[num_keys, num_heads, d]``: of each prompt its prefix, then its tokens.
+        values: ``[num_keys, num_heads, v]``, ``v`` at most ``d``.
         starts: int32 ``[n + 1]``, of the tokens of each prompt.
-        max_new: Tokens of the longest.
+        key_starts: Likewise, of its keys.
+        most: Tokens of the prompt that has most, and its keys.
         scale: Factor of the scores.
 
     Returns:
         ``[T, num_heads, v]``, of the type of ``q``.
     """
     out: Tensor = torch.ops.aten._flash_attention_forward(
-        q, keys, _widened(values, keys), starts, starts, max_new, max_new, 0.0, True, False, scale=scale
+        q, keys, _widened(values, keys), starts, key_starts, *most, 0.0, True, False, scale=scale
     )[0]
     return out[..., : values.shape[2]]
 

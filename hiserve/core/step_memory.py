@@ -31,7 +31,9 @@ SCORE_BYTES = 8  # of a score, and of half a row that is chosen from several par
 DELTA_CHUNK = (
     64  # tokens of a prompt that are solved at once in layers of the gated delta rule; each has as many shares
 )
-EXPANDED_KEYS = 2048  # of a prefix, whose keys and values of all heads are in memory at once under latent attention
+# Under latent attention: keys of prefixes at least, whose keys and values of all heads are in memory at once, and bytes of these
+# where they take more.
+EXPANDED_KEYS, EXPANDED_BYTES = 2048, 384 << 20
 # Graphs of all sizes: rows, or tokens, as a multiple of those of the largest; tokens of the largest piece; number of sizes;
 # bytes of the driver per graph.
 ROW_BUCKETS, TOKEN_BUCKETS, MAX_PIECE_TOKENS = 7, 7, 2048
@@ -181,7 +183,8 @@ def step_memory(
     tables = (1 + frees_windows) * table
     attention_bytes = 4 * MAX_PROGRAMS * PROGRAM_QUERIES * (shape.head_dim + 1)
     if shape.latent_elements:
-        attention_bytes += 2 * EXPANDED_KEYS * shape.latent_elements * dtype_bytes
+        key_bytes = shape.latent_elements * dtype_bytes
+        attention_bytes += 2 * min(max(EXPANDED_KEYS * key_bytes, EXPANDED_BYTES), max_rows * max_len * key_bytes)
     else:
         attention_bytes *= shape.num_heads // shape.num_kv_heads
     scored = min(MAX_SCORED_TOKENS, max_tokens)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
@@ -44,24 +45,41 @@ def test_the_fused_kernel_gives_outputs_and_sums(key_dim: int, value_dim: int, i
     torch.testing.assert_close(lse.double(), exact[1], atol=1e-3, rtol=1e-3)
 
 
+Lengths = tuple[tuple[int, int], ...]  # of prompts: tokens of the prefix, and new ones
+LENGTHS: Lengths = ((0, 300), (5, 1), (777, 129), (0, 1))
+
+
+def prompts(lengths: Lengths, key_dim: int, value_dim: int) -> list[torch.Tensor]:
+    """Queries, keys and values in bfloat16."""
+    num_new, num_keys = sum(new for _, new in lengths), sum(map(sum, lengths))
+    sizes = (num_new, key_dim), (num_keys, key_dim), (num_keys, value_dim)
+    return [torch.randn(count, 4, size, device="cuda", dtype=torch.bfloat16) for count, size in sizes]
+
+
+def starts_of(counts: Iterable[int]) -> torch.Tensor:
+    return torch.tensor([0, *counts], device="cuda").cumsum(0).int()
+
+
 @pytest.mark.parametrize(("key_dim", "value_dim"), [(192, 128), (256, 256)])
 def test_one_launch_attends_over_several_prompts(key_dim: int, value_dim: int) -> None:
     torch.manual_seed(4)
-    lengths = (300, 1, 129)
-    q, keys = torch.randn(2, sum(lengths), 4, key_dim, device="cuda", dtype=torch.bfloat16)
-    values = torch.randn(sum(lengths), 4, value_dim, device="cuda", dtype=torch.bfloat16)
-    starts = torch.tensor([0, *lengths], device="cuda").cumsum(0).int()
-    check_prompts(attend_prompts(q, keys, values, starts, max(lengths), key_dim**-0.5), q, keys, values, lengths)
+    q, keys, values = prompts(LENGTHS, key_dim, value_dim)
+    starts, key_starts = starts_of(new for _, new in LENGTHS), starts_of(map(sum, LENGTHS))
+    out = attend_prompts(q, keys, values, starts, key_starts, (300, 906), key_dim**-0.5)
+    check_prompts(out, q, keys, values, LENGTHS)
 
 
-def check_prompts(out: torch.Tensor, q: Any, keys: Any, values: Any, lengths: tuple[int, ...]) -> None:
-    """Each prompt is as if alone, in float64."""
+def check_prompts(out: torch.Tensor, q: Any, keys: Any, values: Any, lengths: Lengths) -> None:
+    """Each prompt is as the end of one alone without a prefix, in float64."""
     scale = q.shape[2] ** -0.5
     assert out.dtype == torch.bfloat16
-    for each in zip(*(every.split(lengths) for every in (out, q, keys, values)), strict=True):
+    new, whole = [each for _, each in lengths], [sum(each) for each in lengths]
+    parts = (out.split(new), q.split(new), keys.split(whole), values.split(whole))
+    for each in zip(*parts, strict=True):
         ours, one, own_keys, own_values = (part.double() for part in each)
-        exact, _ = attend_dense(one, own_keys.transpose(0, 1), own_values.transpose(0, 1), scale, is_causal=True)
-        torch.testing.assert_close(ours, exact, atol=2e-2, rtol=2e-2)
+        padded = torch.cat((one.new_zeros((own_keys.shape[0] - one.shape[0], *one.shape[1:])), one))
+        exact, _ = attend_dense(padded, own_keys.transpose(0, 1), own_values.transpose(0, 1), scale, is_causal=True)
+        torch.testing.assert_close(ours, exact[-one.shape[0] :], atol=2e-2, rtol=2e-2)
 
 
 @pytest.mark.parametrize(("key_dim", "value_dim"), [(192, 128), (256, 256)])
@@ -72,12 +90,14 @@ def test_flashinfer_attends_over_several_prompts(key_dim: int, value_dim: int) -
     latent = LatentShape(512, 64, key_dim - 64, value_dim, scale=key_dim**-0.5)
     kernel = module.FlashInferPrompts(AttentionShape(1, 4, 1, 576, 16, torch.bfloat16, latent=latent))
     cases = []
-    for lengths in ((300, 1, 129), (128,), (64, 2000), (300, 1, 129)):
-        q, keys = torch.randn(2, sum(lengths), 4, key_dim, device="cuda", dtype=torch.bfloat16)
-        values = torch.randn(sum(lengths), 4, value_dim, device="cuda", dtype=torch.bfloat16)
-        cases.append((torch.full_like(values, torch.nan), q, keys, values, lengths))
+    for lengths in (LENGTHS, ((0, 128),), ((3000, 64), (0, 2000)), LENGTHS):
+        q, keys, values = prompts(lengths, key_dim, value_dim)
+        out = values.new_full((*q.shape[:2], value_dim), torch.nan)
+        cases.append((out, q, keys, values, lengths))
     for out, q, keys, values, lengths in cases:
-        kernel.plan(np.array(lengths, dtype=np.int32))
+        kernel.plan(
+            *(np.array(each, dtype=np.int32) for each in ([new for _, new in lengths], [sum(each) for each in lengths]))
+        )
         kernel.attend(q, keys, values, out)
     for case in cases:
         check_prompts(*case)

@@ -66,6 +66,7 @@ def expand_from(num_tokens: int, patch: pytest.MonkeyPatch) -> None:
     patch.setattr(latent.LatentAttention.__init__, "__defaults__", (num_tokens, None))
     patch.setattr(indexed.IndexedAttention.__init__, "__defaults__", (num_tokens,))
     patch.setattr(latent, "EXPANDED_KEYS", 5)
+    patch.setattr(latent, "EXPANDED_BYTES", 0)
 
 
 def save_latent(family: str, folder: Path, *, save: dict[str, Any] | None = None, **overrides: Any) -> Path:

@@ -1,9 +1,9 @@
 """Attention: what a token sees, and which lengths a backend plans with."""
 
-from hiserve.attention import backends, cpu, reference_attention
+from hiserve.attention import backends, cpu, latent, reference_attention
 from hiserve.engine import build, runner_factory
 from tests.contract import test_attention, test_host_lengths
-from tests.unit.attention import test_backends
+from tests.unit.attention import test_backends, test_latent
 
 with reference_attention.ReferenceAttention.plan, test_attention.test_nobody_sees_a_hidden_first_slot_even_if_it_holds_nan:
     "INV 36: attention reads the first slot although it was never written"
@@ -25,3 +25,11 @@ with runner_factory.make_runners, test_host_lengths.test_lengths_that_a_backend_
     "INV 66: attention is opened as if there were no drafts"
     proposer is not None or max(widths) > 1
     False
+with latent.LatentAttention.plan, test_latent.test_long_rows_are_one_launch_while_the_keys_of_their_prefixes_fit:
+    "the keys of all prefixes are expanded at once, however many they are"
+    self._long and num_cached <= self._most_keys and self._has_launch(inputs.kv_lens.device)
+    self._long and self._has_launch(inputs.kv_lens.device)
+with latent.LatentAttention._one_launch, test_latent.test_long_rows_are_one_launch_while_the_keys_of_their_prefixes_fit:
+    "tokens of an expanded prompt see no key of its prefix"
+    torch.nn.functional.pad(inputs.kv_lens[first:].cumsum(0, dtype=torch.int32), (1, 0))
+    inputs.qo_indptr[first:] - self._num_absorbed

@@ -275,8 +275,8 @@ class FakePrompts:
     def is_ready(self) -> bool:
         return True
 
-    def plan(self, q_lens: Any) -> None:
-        raise AssertionError(q_lens)
+    def plan(self, *lengths: Any) -> None:
+        raise AssertionError(lengths)
 
     def attend(self, *tensors: Any) -> None:
         raise AssertionError(tensors)

@@ -47,6 +47,7 @@ def test_every_token_sees_its_row_absorbed_and_expanded(
     monkeypatch: pytest.MonkeyPatch, backend: str, min_expanded: int | None, num_keys: int
 ) -> None:
     monkeypatch.setattr(latent, "EXPANDED_KEYS", num_keys)
+    monkeypatch.setattr(latent, "EXPANDED_BYTES", 0)
     monkeypatch.setattr(latent, "_NUM_SCORES", 60)  # few queries at a time
     opened = open_attention(backend, SHAPE, torch.device("cpu"))
     assert isinstance(opened, LatentAttention)
@@ -60,6 +61,7 @@ def test_rows_in_8_bits_are_read_absorbed_and_expanded(
 ) -> None:
     """Exactly: by the oracle over rows that are rounded as they are stored."""
     monkeypatch.setattr(latent, "EXPANDED_KEYS", 3)
+    monkeypatch.setattr(latent, "EXPANDED_BYTES", 0)
     shape = dataclasses.replace(SHAPE, latent=dataclasses.replace(LATENT, rank=32), head_dim=36, packs_rows=True)
     opened = open_attention(backend, shape, torch.device("cpu"))
     assert isinstance(opened, LatentAttention)
@@ -73,6 +75,7 @@ def test_a_hidden_first_row_is_read_by_nobody(
 ) -> None:
     """What sees nothing is zero: in rows of one token, and where a prompt begins."""
     monkeypatch.setattr(latent, "EXPANDED_KEYS", num_keys)
+    monkeypatch.setattr(latent, "EXPANDED_BYTES", 0)
     shape = dataclasses.replace(SHAPE, hides_first=True)
     subject = case(hides_first=True)
     alone = subject.expected[subject.inputs.positions == 0]
@@ -104,71 +107,82 @@ def test_rows_are_expanded_from_the_first_long_one_on_and_never_in_a_graph() -> 
     assert LatentAttention(SHAPE, ReferenceAttention(absorbed_shape(SHAPE))).captured(8, 1) is None
 
 
-@pytest.mark.parametrize(
-    ("rows", "starts"),
-    [(((5, 1), (0, 1), (16, 3), (0, 9), (0, 12), (0, 8)), [0, 9, 21, 29]), (((5, 1), (0, 9), (7, 8)), None)],
-    ids=["prompts", "a prefix among them"],
-)
-def test_prompts_that_begin_are_one_launch_behind_the_absorbed_rows(
-    monkeypatch: pytest.MonkeyPatch, rows: tuple[tuple[int, int], ...], starts: list[int] | None
-) -> None:
-    launched: list[tuple[list[int], int]] = []
+LONG = ((5, 1), (0, 1), (16, 3), (0, 9), (7, 12), (0, 8))
 
-    def in_turns(q: Tensor, keys: Tensor, values: Tensor, starts: Tensor, max_new: int, scale: float) -> Tensor:
-        launched.append((starts.tolist(), max_new))
-        parts = [
-            attend_dense(q[a:b], keys[a:b].transpose(0, 1), values[a:b].transpose(0, 1), scale, is_causal=True)[0]
-            for a, b in pairwise(starts.tolist())
-        ]
-        return torch.cat(parts)
+
+def attend_each(q: Tensor, keys: Tensor, values: Tensor, starts: list[int], key_starts: list[int]) -> Tensor:
+    """Prompts behind prefixes, each as the end of one without."""
+    parts = []
+    for (a, b), (first, end) in zip(pairwise(starts), pairwise(key_starts), strict=True):
+        padded = torch.cat((q.new_zeros((end - first - (b - a), *q.shape[1:])), q[a:b]))
+        own = keys[first:end].transpose(0, 1), values[first:end].transpose(0, 1)
+        parts.append(attend_dense(padded, *own, LATENT.scale, is_causal=True)[0][a - b :])
+    return torch.cat(parts)
+
+
+@pytest.mark.parametrize("packs", [False, True])
+@pytest.mark.parametrize("room", [7, 6])
+def test_long_rows_are_one_launch_while_the_keys_of_their_prefixes_fit(
+    monkeypatch: pytest.MonkeyPatch, room: int, packs: bool
+) -> None:
+    """Behind the absorbed rows. Rows of 8 bits are read as they are stored, new ones as they are."""
+    launched: list[tuple[list[int], list[int], tuple[int, int]]] = []
+
+    def in_turns(
+        q: Tensor, keys: Tensor, values: Tensor, starts: Tensor, key_starts: Tensor, most: tuple[int, int], scale: float
+    ) -> Tensor:
+        launched.append((starts.tolist(), key_starts.tolist(), most))
+        return attend_each(q, keys, values, starts.tolist(), key_starts.tolist())
 
     monkeypatch.setattr(latent, "attend_prompts", in_turns)
     monkeypatch.setattr(LatentAttention, "_has_launch", lambda self, device: True)
-    subject = case(rows)
-    subject.inputs = dataclasses.replace(subject.inputs, num_decode=1)
-    check(subject, LatentAttention(SHAPE, ReferenceAttention(absorbed_shape(SHAPE)), min_expanded=8))
-    assert launched == ([] if starts is None else [(starts, 12)] * 2)
+    monkeypatch.setattr(latent, "EXPANDED_KEYS", room)
+    monkeypatch.setattr(latent, "EXPANDED_BYTES", 0)
+    wide = dataclasses.replace(LATENT, rank=32)
+    shape = dataclasses.replace(SHAPE, latent=wide, head_dim=36, packs_rows=True) if packs else SHAPE
+    subject = LatentCase(shape, LONG, num_decode=1, packs=packs)
+    check(subject, LatentAttention(shape, ReferenceAttention(absorbed_shape(shape)), min_expanded=8))
+    assert launched == ([([0, 9, 21, 29], [0, 9, 28, 36], (12, 19))] * 2 if room == 7 else [])
+
+
+def test_the_keys_of_prefixes_that_fit_follow_from_their_bytes() -> None:
+    attention = LatentAttention(SHAPE, ReferenceAttention(absorbed_shape(SHAPE)))
+    assert attention._most_keys == latent.EXPANDED_BYTES // (HEADS * (10 + 5) * 8)
 
 
 @pytest.mark.parametrize("is_ready", [True, False])
 def test_a_kernel_of_prompts_computes_them_once_it_is_ready(monkeypatch: pytest.MonkeyPatch, is_ready: bool) -> None:
-    """Their numbers of tokens come from the host; rows behind a prefix never reach it."""
-    planned: list[list[int]] = []
+    """Their numbers of tokens come from the host."""
+    planned: list[tuple[list[int], list[int]]] = []
 
     class Kernel:
         def is_ready(self) -> bool:
             return is_ready
 
-        def plan(self, q_lens: Any) -> None:
-            planned.append(q_lens.tolist())
+        def plan(self, q_lens: Any, kv_lens: Any) -> None:
+            planned.append((q_lens.tolist(), kv_lens.tolist()))
 
         def attend(self, q: Tensor, keys: Tensor, values: Tensor, out: Tensor) -> None:
-            edges = [0, *itertools.accumulate(planned[-1])]
-            assert out.is_contiguous() and edges[-1] == q.shape[0] == out.shape[0]
-            for a, b in pairwise(edges):
-                own = keys[a:b].transpose(0, 1), values[a:b].transpose(0, 1)
-                out[a:b] = attend_dense(q[a:b], *own, LATENT.scale, is_causal=True)[0]
+            starts, key_starts = ([0, *itertools.accumulate(each)] for each in planned[-1])
+            assert out.is_contiguous() and starts[-1] == q.shape[0] == out.shape[0]
+            out.copy_(attend_each(q, keys, values, starts, key_starts))
 
-    def by_torch(q: Tensor, keys: Tensor, values: Tensor, starts: Tensor, max_new: int, scale: float) -> Tensor:
+    def by_torch(q: Tensor, keys: Tensor, values: Tensor, starts: Tensor, key_starts: Tensor, *more: Any) -> Tensor:
         assert not is_ready
-        out = torch.full_like(q[..., : LATENT.value_dim], torch.nan)
-        planned.append(starts.diff().tolist())
-        Kernel().attend(q, keys, values, out)
-        return out
+        planned.append((starts.diff().tolist(), key_starts.diff().tolist()))
+        return attend_each(q, keys, values, starts.tolist(), key_starts.tolist())
 
     monkeypatch.setattr(latent, "attend_prompts", by_torch)
     monkeypatch.setattr(LatentAttention, "_has_launch", lambda self, device: True)
     absorbed = ReferenceAttention(absorbed_shape(SHAPE))
     attention = LatentAttention(SHAPE, absorbed, min_expanded=8, prompts=Kernel())
-    subject = case(((5, 1), (0, 1), (16, 3), (0, 9), (0, 12), (0, 8)))
-    subject.inputs = dataclasses.replace(subject.inputs, num_decode=1)
-    check(subject, attention)
-    assert planned == ([[9, 12, 8]] if is_ready else [[9, 12, 8]] * 2)
-    planned.clear()
-    behind = case(((5, 1), (0, 9), (7, 8)))
-    behind.inputs = dataclasses.replace(behind.inputs, num_decode=1)
-    check(behind, attention)
-    assert not planned
+    for rows in (LONG, tuple((0, new) for _, new in LONG)):
+        subject = case(rows)
+        subject.inputs = dataclasses.replace(subject.inputs, num_decode=1)
+        planned.clear()
+        check(subject, attention)
+        expected = [9, 12, 8], [old + new for old, new in rows[3:]]
+        assert planned == ([expected] if is_ready else [expected] * 2)
 
 
 def test_the_shape_of_expanded_prompts_has_keys_for_every_head() -> None:
