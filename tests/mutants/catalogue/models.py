@@ -80,8 +80,8 @@ with routing.route_in_groups, test_routing.test_a_bias_changes_the_choice_and_ne
     biased.flatten(1).gather(-1, experts)
 with latent.LatentAttention._expand_and_attend, test_latent.test_every_token_sees_its_row_absorbed_and_expanded:
     "parts of a prefix are joined without their sums"
-    merge(out, lse, *self._attend(q, self._gather(kv, q.dtype, row.pages, begin, end), kv, is_causal=False))
-    out + self._attend(q, self._gather(kv, q.dtype, row.pages, begin, end), kv, is_causal=False)[0], lse
+    merge(out, lse, *self._attend(q, rows, kv, is_causal=False))
+    out + self._attend(q, rows, kv, is_causal=False)[0], lse
 with backends._Backend._latent_misfit, test_backends.test_flashinfer_computes_latents_of_its_sizes_alone:
     "FlashInfer computes latents of any number of heads, and loses keys"
     self.latent_heads % shape.num_heads
