@@ -204,8 +204,8 @@ class LatentAttention:
         if prompts.cached is None:
             return new
         cached = self._read(kv, new.dtype, prompts.cached)
-        old = cached.split([row.num_cached for row in self._long])
-        own = new.split([row.num_new for row in self._long])
+        old = cached.split_with_sizes([row.num_cached for row in self._long])
+        own = new.split_with_sizes([row.num_new for row in self._long])
         return torch.cat([each for pair in zip(old, own, strict=True) for each in pair])
 
     def _expand_and_attend(self, row: _LongRow, q: Tensor, new: Tensor, kv: LatentKV) -> Tensor:

@@ -117,7 +117,9 @@ class MultiturnOptions(msgspec.Struct, frozen=True, kw_only=True):
 
     num_clients: Annotated[int, about("Chats at once.", least=1)] = FITTING
     num_rounds: Annotated[int, about("Requests of each chat.", unit="requests", least=1)] = FITTING
-    shared_length: Annotated[int, about("Tokens that all chats begin with; the default is none.", unit="tokens", least=0)] = 0
+    shared_length: Annotated[
+        int, about("Tokens that all chats begin with; the default is none.", unit="tokens", least=0)
+    ] = 0
     request_length: Annotated[int, about("New tokens of each request.", unit="tokens", least=1)] = FITTING
     output_length: OutputLength = FITTING
     think_time: Annotated[float, about("Time between a reply and the next request.", unit="s", least=0)] = 0.0

@@ -120,7 +120,7 @@ def multiply(weights: Scaled, param: str) -> None:
             rows, factors = rows // BLOCK, scales.index_select(1, columns // BLOCK)
         else:
             factors = scales.flatten().expand(piece.shape[0])[:, None]
-        for part, its in zip(weight.split(_STRIPE), rows.split(_STRIPE), strict=True):
+        for part, its in zip(torch.split(weight, _STRIPE), torch.split(rows, _STRIPE), strict=True):
             part.copy_(part.to(wide) * factors.index_select(0, its))
 
 
