@@ -9,10 +9,11 @@ import triton.language as tl
 
 _LOG2_E = tl.constexpr(math.log2(math.e))
 _LN_2 = tl.constexpr(math.log(2))
-_NUM_JOINED = tl.constexpr(8192)
-"""Elements of parts that are joined at once: 64 for each thread of four warps."""
-_NUM_ROUNDS = tl.constexpr(2)
-"""Times that a program joins as many: of a row of more parts each group of so many is joined first, by programs side by side."""
+_GROUP = tl.constexpr(16)
+"""Parts that one program joins: of a row of more each group of so many is joined first, by programs side by side."""
+_NUM_LOADED = tl.constexpr(8192)
+"""Elements of parts that are asked for at once: 64 for each thread of four warps."""
+_MAX_LOADED = tl.constexpr(16)  # parts
 
 
 @triton.jit
@@ -80,22 +81,21 @@ def join_parts(part, first_part, num_parts, max_q_len, start, q_len, rows, resul
     They are joined in order, so that the result is the same whichever program joins. A group counts at its first part, and lies
     there when it is joined; groups count at the row's second part.
     """
-    GROUP: tl.constexpr = _NUM_ROUNDS * max(1, _NUM_JOINED // (SHAPE.num_joined * SHAPE.block_dim))
     token, head = queries_of(tl.arange(0, SHAPE.num_joined), SHAPE)
-    before = (part - first_part) // GROUP * GROUP
-    size = tl.minimum(GROUP, num_parts - before)
+    before = (part - first_part) // _GROUP * _GROUP
+    size = tl.minimum(_GROUP, num_parts - before)
     if _is_last(rows, first_part + before, size):
         mixed, top, total = _joined(first_part + before, 1, size, token, head, max_q_len, q_len, results, SHAPE)
-        if num_parts <= GROUP:
+        if num_parts <= _GROUP:
             finish(mixed, top, total, token, head, start, q_len, results, SHAPE)
         else:
             mixed, log_total = close(mixed, top, total, None)
             tl.debug_barrier()  # all threads have read the part in whose place the group is stored
             store_part(first_part + before, mixed, log_total, token, head, max_q_len, q_len, results, SHAPE)
-            num_groups = tl.cdiv(num_parts, GROUP)
+            num_groups = tl.cdiv(num_parts, _GROUP)
             if _is_last(rows, first_part + 1, num_groups):
                 mixed, top, total = _joined(
-                    first_part, GROUP, num_groups, token, head, max_q_len, q_len, results, SHAPE
+                    first_part, _GROUP, num_groups, token, head, max_q_len, q_len, results, SHAPE
                 )
                 finish(mixed, top, total, token, head, start, q_len, results, SHAPE)
 
@@ -112,23 +112,26 @@ def _joined(  # type: ignore[no-untyped-def]
     # Bound to names, as Triton 3.6 has no shapes of fields.
     QUERIES: tl.constexpr = SHAPE.num_joined
     DIM: tl.constexpr = SHAPE.block_dim
-    PARTS: tl.constexpr = max(1, _NUM_JOINED // (SHAPE.num_joined * SHAPE.block_dim))
-    dim = tl.arange(0, DIM)[None, None, :]
-    mixed = tl.zeros([QUERIES, DIM], tl.float32)
-    top = tl.full([QUERIES], float("-inf"), tl.float32)
-    total = tl.zeros([QUERIES], tl.float32)
-    for first in range(0, num_parts, PARTS):
-        part = first + tl.arange(0, PARTS)
-        is_part = (part < num_parts)[:, None] & (token < q_len)[None, :]
+    LOADED: tl.constexpr = max(1, min(_MAX_LOADED, _NUM_LOADED // (SHAPE.num_joined * SHAPE.block_dim)))
+    dim, top = tl.arange(0, DIM)[None, :], tl.full([QUERIES], float("-inf"), tl.float32)
+    for first in range(0, num_parts, _GROUP):
+        part = first + tl.arange(0, _GROUP)
         at = ((first_part + STEP * part)[:, None] * max_q_len + token[None, :]) * SHAPE.num_heads + head[None, :]
-        logs = tl.load(results.part_lse + at, is_part, other=float("-inf"), cache_modifier=".cg") * _LOG2_E
-        is_element = is_part[:, :, None] & (dim < SHAPE.head_dim)
-        found = results.part_out + at[:, :, None] * SHAPE.head_dim + dim
-        found = tl.load(found, is_element, other=0.0, cache_modifier=".cg")
-        higher = tl.maximum(top, tl.max(logs, 0))
-        offset = tl.where(higher == float("-inf"), 0.0, higher)
-        weights, rescale = tl.exp2(logs - offset[None, :]), tl.exp2(top - offset)
-        total = total * rescale + tl.sum(weights, 0)
-        mixed = mixed * rescale[:, None] + tl.sum(found * weights[:, :, None], 0)
-        top = higher
+        is_there = (part < num_parts)[:, None] & (token < q_len)[None, :]
+        logs = tl.load(results.part_lse + at, is_there, other=float("-inf"), cache_modifier=".cg") * _LOG2_E
+        top = tl.maximum(top, tl.max(logs, 0))
+    offset = tl.where(top == float("-inf"), 0.0, top)
+    mixed = tl.zeros([QUERIES, DIM], tl.float32)
+    total = tl.zeros([QUERIES], tl.float32)
+    for first in range(0, num_parts, LOADED):
+        for place in tl.static_range(0, LOADED):
+            part = first + place
+            is_there = token < tl.where(part < num_parts, q_len, 0)
+            at = ((first_part + STEP * part) * max_q_len + token) * SHAPE.num_heads + head
+            log = tl.load(results.part_lse + at, is_there, other=float("-inf"), cache_modifier=".cg") * _LOG2_E
+            is_element = is_there[:, None] & (dim < SHAPE.head_dim)
+            found = results.part_out + at[:, None] * SHAPE.head_dim + dim
+            weight = tl.exp2(log - offset)
+            total += weight
+            mixed += tl.load(found, is_element, other=0.0, cache_modifier=".cg") * weight[:, None]
     return mixed, top, total

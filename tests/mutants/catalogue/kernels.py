@@ -111,7 +111,7 @@ with attention_decode._attend, test_attention_decode.test_equals_the_oracle_and_
     close(mixed, top, total, 0.0)
 with attention_join.join_parts, test_attention_decode.test_equals_the_oracle_and_reads_nothing_that_a_row_does_not_own["edges"]:
     "a row of many parts is joined of the parts of its first group"
-    _joined(first_part, GROUP, num_groups, token, head, max_q_len, q_len, results, SHAPE)
+    _joined(first_part, _GROUP, num_groups, token, head, max_q_len, q_len, results, SHAPE)
     _joined(first_part, 1, num_groups, token, head, max_q_len, q_len, results, SHAPE)
 with experts._sum_kernel, test_experts.test_kernels_of_experts_compute_what_their_twins_do["False"]:
     "of several tokens an expert that computes all counts whole, whatever its gate"

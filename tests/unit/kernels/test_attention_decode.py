@@ -23,6 +23,7 @@ from hiserve.kernels.reference import merge
 from tests.helpers.attention import NO_PAGE, Case
 
 torch.set_num_threads(1)
+attention_join._MAX_LOADED = tl.constexpr(2)
 empty = torch.empty
 torch.empty = lambda *size, **options: empty(*size, **options).fill_(torch.nan)  # results and room for parts
 
@@ -48,7 +49,7 @@ def check(case, num_extra, layer=0, keys=16):
         assert_close(our.double(), its, atol=2e-5, rtol=2e-5)
 """
 LENGTHS = """
-attention_join._NUM_JOINED, attention_join._NUM_ROUNDS = tl.constexpr(128), tl.constexpr(2)  # of 24 parts six groups
+attention_join._GROUP = tl.constexpr(4)  # of 24 parts six groups
 for page_size, num_extra, kv_lens in ((16, 1, (1, 15, 16, 17, 31, 32, 33)), (1, 4, (1, 17, 50)), (64, 30, (64, 65, 380))):
     lengths = tuple((kv_len - 1, 1) for kv_len in kv_lens)
     check(Case(lengths, page_size=page_size, group=4, head_dim=16, num_kv_heads=1, adjacent=False), num_extra)
