@@ -10,6 +10,7 @@ from torch import Tensor
 
 from hiserve.core.activation import Activation
 from hiserve.kernels.activate import activate
+from hiserve.kernels.launch import await_previous, early_launch
 
 
 @dataclass(frozen=True, slots=True)
@@ -94,6 +95,7 @@ def multiply(
         HALVES=tile.rows > 64,  # products of fewer rows than 64 take as long as those of 64
         num_warps=tile.warps,
         num_stages=tile.stages,
+        **early_launch(source.device),
     )
 
 
@@ -101,7 +103,7 @@ def multiply(
 def _product_kernel(  # type: ignore[no-untyped-def]
     source, weight, shared, bias, order, ends, out, num_experts, num_chosen, num_columns, depth, num_per_token,
     EXPERTS: tl.constexpr, ACTIVATION: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr,
-    DEPTH: tl.constexpr, IS_EVEN: tl.constexpr, HALVES: tl.constexpr
+    DEPTH: tl.constexpr, IS_EVEN: tl.constexpr, HALVES: tl.constexpr, IS_EARLY: tl.constexpr
 ):  # fmt: skip
     """Each program multiplies a block of an expert's rows with a block of its weights.
 
@@ -109,6 +111,7 @@ def _product_kernel(  # type: ignore[no-untyped-def]
     order of experts. Without, rows are in the order of experts and results in the order of pairs. The weights of the
     last expert are ``shared``, if given; its pairs, from ``num_chosen`` on, are as many as tokens.
     """
+    await_previous(IS_EARLY)
     block = tl.program_id(0) // tl.cdiv(num_columns, COLUMNS)
     expert, start, end, num_blocks = find_block(ends, num_experts, block, EXPERTS, ROWS)
     if block >= num_blocks:
