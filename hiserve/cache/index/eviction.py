@@ -306,6 +306,15 @@ class EvictionReserve:
         return max(0, min(int(wanted), most) - self.num_pages - self._pages.num_free)
 
     @property
+    def is_outrun(self) -> bool:
+        """Whether a step took more than may be spare: what it evicts is lost, unless that was offloaded while it was in use.
+
+        Only of a large host: one that holds little more than the device had better hold other pages.
+        """
+        is_small = self._host_pages.num_ready < HOST_SHARE * self._pages.num_pages
+        return self._is_kept and not is_small and self._most > self._pages.num_pages // DEVICE_SHARE
+
+    @property
     def has_candidates(self) -> bool:
         """Whether there may be leaves to make spare."""
         return len(self._candidates) > 0

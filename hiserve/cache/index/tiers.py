@@ -90,7 +90,7 @@ class CacheTiers:
         """Frees host pages until ``count`` are free; returns how many of these there are.
 
         Copies of pages that the device has are freed first, except those of spare nodes: the host keeps the pages that the
-        device lacks.
+        device lacks. Where steps outrun the reserve last copies are: pages of the device are evicted too soon to come back.
 
         Args:
             count: Pages wanted.
@@ -99,6 +99,8 @@ class CacheTiers:
         """
         num_left = self.host.num_reserved if num_left is None else num_left
         while (short := count + num_left - self.host.pages.num_free) > 0:
+            if evicts and self.reserve.is_outrun and self._evict_host(short):
+                continue
             if not (self._free_copies(short) or (evicts and self._evict_host(short))):
                 break
         return max(0, min(count, self.host.pages.num_free - num_left))

@@ -69,7 +69,7 @@ class Transfers:
         has_room = self._is_urgent or (tiers.has_idle_host_pages and not self._is_stuck)
         is_saving = self.num_to_save and has_room and tiers.reserve.has_candidates
         has_tails = self._tails is not None and self._tails.has_offloads
-        return bool(is_saving) or has_tails or (bool(self._queue) and tiers.host.num_unused > 0)
+        return bool(is_saving) or has_tails or (bool(self._queue) and self._has_room)
 
     @property
     def num_to_offload(self) -> int:
@@ -84,6 +84,12 @@ class Transfers:
     @property
     def _is_urgent(self) -> bool:
         return self._tiers.reserve.num_short > sum(self._saves.values())
+
+    @property
+    def _has_room(self) -> bool:
+        """Whether the host takes pages that wait for their offload, which the device does not evict yet."""
+        host = self._tiers.host
+        return host.num_unused > 0 or (self._tiers.reserve.is_outrun and host.num_available > 0 and not self._is_stuck)
 
     def enqueue(self, node: Node) -> None:
         """Queues a node and its ancestors for offload, if the host lacks them."""
@@ -154,8 +160,8 @@ class Transfers:
         copies = self._save(max_pages, max_copies, is_worth)
         self._is_stuck &= not self._tiers.reserve.end_step()
         max_pages -= sum(copy.host_pages.size for copy in copies)
-        host = self._tiers.host
-        while self._queue and host.num_unused and max_pages > 0 and len(copies) < max_copies:
+        host, is_outrun = self._tiers.host, self._tiers.reserve.is_outrun
+        while self._queue and self._has_room and max_pages > 0 and len(copies) < max_copies:
             node = self._queue.popleft()
             node.is_queued = False
             chain = unbacked(_surviving(node))
@@ -163,8 +169,14 @@ class Transfers:
             if blocking:
                 self._block(chain[-1], self._ops[blocking])
             elif chain:
-                copies.append(self._offload(chain, min(max_pages, host.num_unused)))
-                max_pages -= copies[-1].host_pages.size
+                most = max_pages if is_outrun else min(max_pages, host.num_unused)
+                room = self._make_room(chain, most, evicts=is_outrun)
+                if not room:
+                    self.enqueue(chain[-1])
+                    self._is_stuck = True
+                    break
+                copies.append(self._offload(chain, room))
+                max_pages -= room
         if self._tails is not None:
             copies += self._tails.begin_offloads(max(MIN_TAILS, max_copies - len(copies)))
         return copies
@@ -187,10 +199,7 @@ class Transfers:
                 continue
             room = 0
             if is_worth is None or is_worth(num_pages):
-                assert chain[0].parent is not None
-                above = self._locks.lock_host(chain[0].parent)
-                room = tiers.make_host_room(min(max_pages, num_pages), evicts=self._is_urgent)
-                self._locks.drop(above)
+                room = self._make_room(chain, max_pages, evicts=self._is_urgent)
                 if not (room or self._is_urgent):
                     reserve.add(leaf)
                     self._is_stuck = True
@@ -204,6 +213,14 @@ class Transfers:
             self._saves[copies[-1].op] = copies[-1].host_pages.size
             max_pages -= copies[-1].host_pages.size
         return copies
+
+    def _make_room(self, chain: list[Node], max_pages: int, *, evicts: bool) -> int:
+        """Frees host pages for a run of nodes; returns how many of it fit."""
+        assert chain[0].parent is not None
+        above = self._locks.lock_host(chain[0].parent)
+        room = self._tiers.make_host_room(min(max_pages, sum(node.num_pages for node in chain)), evicts=evicts)
+        self._locks.drop(above)
+        return room
 
     def _want(self, node: Node, *, is_wanted: bool) -> None:
         """Sets whether a node is to be offloaded, and with it the rank of its eviction."""

@@ -4,7 +4,7 @@ from hiserve.cache.index import eviction, locks, prefixes, radix, store_sync, ti
 from hiserve.cache.storage import page_streams, transfer
 from hiserve.engine import build, cache_counters, rows, tier_transfers
 from tests.invariants import test_reported_bugs_costs, test_reported_bugs_index, test_reported_bugs_streams, test_tier_machine
-from tests.unit.cache import test_tiers, test_uploads
+from tests.unit.cache import test_eviction_reserve, test_tiers, test_uploads
 from tests.unit.engine import test_build_host, test_cache_counters, test_executor_faults
 from tests.unit.storage import test_page_streams
 
@@ -133,3 +133,10 @@ with build.recover_host_pages, test_build_host.test_no_record_retains_pages_long
     "INV 77: a forged record retains pages for ever"
     min(run.retained_until_s, latest_s)
     run.retained_until_s
+with (
+    eviction.EvictionReserve.is_outrun,
+    test_eviction_reserve.test_where_one_step_takes_most_of_the_device_its_pages_replace_others_on_the_host,
+):
+    "pages that one step replaces are not on the host, or those of others are not either"
+    self._host_pages.num_ready < HOST_SHARE * self._pages.num_pages
+    False

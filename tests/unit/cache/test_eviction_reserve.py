@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
+import pytest
+
 from hiserve.cache.index.eviction import DEVICE_SHARE, STEPS
-from tests.helpers.tiers import new_cache, serve, take
+from hiserve.cache.index.locks import path
+from tests.helpers.tiers import cached, demoted, new_cache, serve, squeeze, store, take
+from tests.invariants.index_checks import check_structure
 
 
 def test_what_is_needed_follows_the_last_steps_and_what_is_welcome_the_largest() -> None:
@@ -35,3 +39,22 @@ def test_without_a_host_nothing_is_kept_for_later() -> None:
     cache = new_cache(num_pages=8, num_host_pages=0)
     cache.release(serve(cache, 1, 2))
     assert cache.device.num_evictable == 2 and not cache.tiers.reserve.has_candidates
+
+
+@pytest.mark.parametrize(("num_host_pages", "num_saved"), [(25, 8), (17, 0)], ids=["a large host", "a small host"])
+def test_where_one_step_takes_most_of_the_device_its_pages_replace_others_on_the_host(
+    num_host_pages: int, num_saved: int
+) -> None:
+    """Unlocked, they would be evicted at once; a host of less than twice the device keeps the pages of others instead."""
+    cache = new_cache(num_pages=9, num_host_pages=num_host_pages)
+    for first in range(0, num_host_pages - 1, 8):
+        demoted(cache, *range(first, first + 8))
+    assert cache.host.pages.num_free == 0
+    receipt = serve(cache, *range(100, 108))
+    store(cache)
+    assert sum(node.host_pages.size for node in path(receipt.node)) == num_saved
+    assert cached(cache, *range(8, 16)) == (0, 8), "the oldest go first"
+    cache.release(receipt)
+    squeeze(cache)
+    assert cached(cache, *range(100, 108)) == (0, num_saved)
+    check_structure(cache)
