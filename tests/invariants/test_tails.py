@@ -227,6 +227,22 @@ def test_the_host_keeps_history_whose_tail_it_alone_has() -> None:
     assert cache.match(b"", TOKENS.tobytes()).num_host_tokens == 4
 
 
+def test_an_idle_host_does_not_exchange_history_and_tails_of_two_prefixes_for_ever() -> None:
+    """A full one has the first two pages of each and one of their tails; the other tail replaced both of the first prefix."""
+    cache, windows = make_cache(num_host_pages=2 * 2 + 2 * FRAMES + 1)
+    for first in (0, 100):
+        lock = insert(cache, np.arange(first, first + 9, dtype=np.int32))
+        held = windows.allocate(np.zeros(2, dtype=np.int32))
+        cache.keep_tail(lock, 2, held)
+        windows.drop(held)
+        cache.release(lock)
+    for _ in range(9):
+        copies = cache.begin_offloads(2)
+        for copy in copies:
+            cache.complete(copy.op, ok=True)
+    assert not copies and not cache.has_offloads, "the engine would go on for it"
+
+
 def test_tails_of_a_former_process_are_adopted_whole_and_once() -> None:
     """H10: frames of parts of window pages, of a boundary that has a tail, or without history are free."""
     cache, _ = make_cache(num_host_pages=20)

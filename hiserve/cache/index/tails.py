@@ -268,7 +268,7 @@ class TailTiers:
         pages, slots, count = tail.pages, tail.slots, self._memory.num_frames(tail)
         assert pages is not None
         lock = self._locks.lock_host(tail.node)
-        if self._tiers.make_host_room(count) < count:
+        if self._tiers.make_host_room(count, keeps_tails=True) < count:
             self.num_without_room += count
             self._locks.drop(lock)
             return []

@@ -86,7 +86,9 @@ class CacheTiers:
         """Whether the host has pages that are free, or copies of the device's that are not spare."""
         return self.host.num_unused > 0 or ((head := self.copies.head()) is not None and not head[0])
 
-    def make_host_room(self, count: int, *, num_left: int | None = None, evicts: bool = True) -> int:
+    def make_host_room(
+        self, count: int, *, num_left: int | None = None, evicts: bool = True, keeps_tails: bool = False
+    ) -> int:
         """Frees host pages until ``count`` are free; returns how many of these there are.
 
         Copies of pages that the device has are freed first, except those of spare nodes: the host keeps the pages that the
@@ -96,12 +98,13 @@ class CacheTiers:
             count: Pages wanted.
             num_left: Pages that stay free besides; default: ``num_reserved``.
             evicts: Whether last copies may be evicted.
+            keeps_tails: Whether copies stay that would take a tail along.
         """
         num_left = self.host.num_reserved if num_left is None else num_left
         while (short := count + num_left - self.host.pages.num_free) > 0:
             if evicts and self.reserve.is_outrun and self._evict_host(short):
                 continue
-            if not (self._free_copies(short) or (evicts and self._evict_host(short))):
+            if not (self._free_copies(short, keeps_tails=keeps_tails) or (evicts and self._evict_host(short))):
                 break
         return max(0, min(count, self.host.pages.num_free - num_left))
 
@@ -161,12 +164,15 @@ class CacheTiers:
         tail.leave_host()
         return num_frames
 
-    def _free_copies(self, count: int, *, and_spare: bool = False) -> int:
+    def _free_copies(self, count: int, *, and_spare: bool = False, keeps_tails: bool = False) -> int:
         """Frees up to ``count`` host pages that the device has too; returns how many."""
         num_freed = 0
         while num_freed < count and (head := self.copies.head()) is not None and (and_spare or not head[0]):
             node = self.copies.pop()
             assert node is not None
+            if keeps_tails and any(tail.frames is not None for tail in (node.tails or {}).values()):
+                self.copies.add(node)
+                break
             if node.num_pages > count - num_freed:
                 self.queue_copy(self.tree.split(node, node.num_pages - (count - num_freed)))
             pages = self.take_off_host(node)

@@ -83,7 +83,7 @@ with (
     test_tiers.test_what_the_device_has_too_leaves_the_host_first_and_what_was_used_last_before_the_others,
 ):
     "INV 69: the host evicts a page that only it holds before one that the device holds too"
-    self._free_copies(short)
+    self._free_copies(short, keeps_tails=keeps_tails)
     False
 with tiers.CacheTiers._delete, test_miss_reasons.test_what_was_evicted_is_remembered_on_every_way_out:
     "miss reasons: pages evicted from the device are not remembered"

@@ -358,3 +358,7 @@ with memory_plan._Worker._beside_pool, test_resolve.test_images_larger_than_the_
     "images of window pages pass through memory that was not planned"
     max(self.page_bytes, self.windows.image_bytes(self.page_bytes))
     self.page_bytes
+with tails.TailTiers._offload, test_tails.test_an_idle_host_does_not_exchange_history_and_tails_of_two_prefixes_for_ever:
+    "a tail replaces history and another tail, which come back for it"
+    self._tiers.make_host_room(count, keeps_tails=True)
+    self._tiers.make_host_room(count)
