@@ -341,12 +341,6 @@ class _Worker:
         given, page, where = self._cache.host_cache_gib, self.page_bytes, "memory"
         if self._cache.disable_prefix_cache:
             return 0.0, "the prefix cache is disabled"
-        if self._chosen.given.parallel.tp > 1 and self._cache.host_cache_name is not None:
-            raise ConfigError(
-                f"--tp is {self._chosen.given.parallel.tp}, and the host cache of a group ends with it. Leave --host-cache-name out; "
-                "--store keeps pages.",
-                param="host_cache_name",
-            )
         shares = self._host_shares(pages * page, room)
         if self._cache.host_cache_name is not None:
             shm = self._machine.shm_bytes // self._num_ranks

@@ -29,6 +29,7 @@ from hiserve.engine.executing_half import LoadedHalf, load_half, phase
 from hiserve.engine.executor import Executor
 from hiserve.engine.grammars import GrammarRows
 from hiserve.engine.group_facts import facts_of
+from hiserve.engine.host_adoption import find_pages
 from hiserve.engine.kv_event_sender import KvEventSender, open_kv_events
 from hiserve.engine.loop import Engine, EngineFacts
 from hiserve.engine.planner import Planner
@@ -36,7 +37,7 @@ from hiserve.engine.ranks import Ranks, end_process
 from hiserve.engine.runner_factory import MakeProposer, open_proposer, prepare_runners
 from hiserve.engine.startup import await_memory
 from hiserve.engine.step_exchanges import StepExchanges
-from hiserve.engine.tier_transfers import TierTransfers, make_host_pool, make_transfers, open_beyond
+from hiserve.engine.tier_transfers import TierTransfers, linger_s, make_host_pool, make_transfers, open_beyond
 from hiserve.errors import ConfigError
 from hiserve.grammar.matcher import Vocabulary
 from hiserve.models.model_config import ModelConfig
@@ -46,10 +47,8 @@ from hiserve.spec.history import ReplyHistory
 
 logger = logging.getLogger(__name__)
 
-LINGER_S = 1.5  # for checksums at the end, where pages outlive the server; a supervisor waits longer
 WARM_TOKENS = 16  # of a row: a cold head attends to so many before its drafts are tried
 UPLOAD_SHARE = 4  # of the host pages, one in so many may be kept for uploads
-TOUCH_TIMEOUT_S = 600.0  # for the memory of recovered pages to be made ready
 
 
 def build_engine(
@@ -89,6 +88,7 @@ def build_engine(
         engine = _compose(
             settings,
             segment,
+            replica,
             kv_events,
             measurements,
             make_proposer,
@@ -103,6 +103,7 @@ def build_engine(
 def _compose(
     settings: Settings,
     segment: Segment | None,
+    replica: int,
     kv_events: KvEventSender | None,
     measurements: StartupMeasurements,
     make_proposer: MakeProposer,
@@ -119,7 +120,7 @@ def _compose(
             measurements = replace(measurements, free_bytes=max(measurements.free_bytes, free_cuda_bytes()))
     ranks = None
     if settings.parallel.tp > 1:
-        ranks = _start_ranks(settings, measurements, ends_process=ends_process, undo=undo)
+        ranks = _start_ranks(settings, replica, measurements, ends_process=ends_process, undo=undo)
     half = load_half(settings, startup_s, None if ranks is None else ranks.exchange)
     pool, rows = half.pool, half.rows
     if ranks is not None:
@@ -127,7 +128,7 @@ def _compose(
     namespace = settings.cache_identity.namespace
     host = None if segment is None else make_host_pool(settings, segment, half.groups)
     cache = _cache(settings, namespace, half.config.tail_window, host, kv_events)
-    tier_transfers = None if host is None else _tier_transfers(settings, host, cache, pool, startup_s, undo)
+    tier_transfers = None if host is None else _tier_transfers(settings, host, cache, pool, ranks, startup_s, undo)
     with phase(startup_s, "prepare runners"):
         proposer = make_proposer(settings, half.draft, half.head, pool, rows)
         serving = threading.Event()
@@ -169,10 +170,10 @@ def _executor(
 
 
 def _start_ranks(
-    settings: Settings, measurements: StartupMeasurements, *, ends_process: bool, undo: ExitStack
+    settings: Settings, replica: int, measurements: StartupMeasurements, *, ends_process: bool, undo: ExitStack
 ) -> Ranks:
     """Starts the other ranks of a group and meets them."""
-    ranks = Ranks(settings, measurements, end_process if ends_process else lambda: None)
+    ranks = Ranks(settings, measurements, end_process if ends_process else lambda: None, replica)
     undo.callback(ranks.close)
     ranks.join(torch.device(settings.model.device))
     return ranks
@@ -292,21 +293,22 @@ def _tier_transfers(
     host: HostPool,
     cache: PrefixCache,
     pool: DevicePool,
+    ranks: Ranks | None,
     startup_s: dict[str, float],
     undo: ExitStack,
 ) -> TierTransfers:
     """Recovers the host pages of a former process, and opens the store."""
     undo.callback(host.close)
     with phase(startup_s, "adopt host cache"):
-        if settings.parallel.tp > 1:
-            host.clear()  # of pages of a former group the other ranks have lost their parts
+        if ranks is not None:
+            ranks.adopt(host)
         recover_host_pages(host, cache)
     transfers = make_transfers(settings.model.device, pool, host)
     undo.callback(transfers.close)
     with phase(startup_s, "open store"):
         if (beyond := open_beyond(settings, host, transfers)) is not None:
             undo.callback(beyond.close)
-    return TierTransfers(transfers, host, beyond, linger_s=0.0 if settings.cache.host_cache_name is None else LINGER_S)
+    return TierTransfers(transfers, host, beyond, linger_s=linger_s(settings))
 
 
 def recover_host_pages(host: HostPool, cache: PrefixCache, clock: Callable[[], float] = time.monotonic) -> int:
@@ -320,14 +322,7 @@ def recover_host_pages(host: HostPool, cache: PrefixCache, clock: Callable[[], f
     Returns:
         Recovered pages; none where their memory cannot be had any more.
     """
-    runs = host.recover()
-    tails = host.tails()
-    last = max(
-        (int(pages.max()) for pages in (*(run.pages for run in runs), *(tail.frames for tail in tails))), default=0
-    )
-    if runs and not host.prefault.wait(1 + last, TOUCH_TIMEOUT_S):
-        host.clear()
-        runs, tails = [], []
+    runs, tails = find_pages(host)
     cache.grow_host(max(1, host.num_ready_pages))
     latest_s = math.ceil(clock() + MAX_RETAIN_S)
     num_pages = cache.recover(

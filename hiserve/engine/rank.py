@@ -13,14 +13,16 @@ import traceback
 from collections import deque
 from collections.abc import Callable
 from concurrent.futures import Future
-from contextlib import suppress
+from contextlib import closing, nullcontext, suppress
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
 
 import torch
 
+from hiserve.cache.storage.host import HostPool
 from hiserve.cache.storage.host_segment import open_segment
+from hiserve.cache.storage.segment import Segment
 from hiserve.config.serving import MAX_INT32
 from hiserve.core.machine import free_cuda_bytes
 from hiserve.core.plan import BatchPlan, MaskPlan, StepFault, StepResult
@@ -32,8 +34,10 @@ from hiserve.engine.draft_costs import measure_drafts
 from hiserve.engine.executing_half import load_half
 from hiserve.engine.executor import Executor
 from hiserve.engine.group_facts import facts_of
+from hiserve.engine.host_adoption import hold_pages, keep_pages
 from hiserve.engine.rank_messages import (
     Acked,
+    Adopt,
     DrawOrder,
     Farewell,
     FromRank,
@@ -51,13 +55,14 @@ from hiserve.engine.runner_factory import open_proposer, prepare_runners
 from hiserve.engine.startup import await_memory
 from hiserve.engine.step_exchanges import StepExchanges
 from hiserve.engine.step_group import checksum_of
-from hiserve.engine.tier_transfers import TierTransfers, make_host_pool, make_transfers, open_beyond
+from hiserve.engine.tier_transfers import TierTransfers, linger_s, make_host_pool, make_transfers, open_beyond
 from hiserve.errors import EngineError, HiserveError
 from hiserve.ipc.child import die_with_parent, log_to_stderr
 from hiserve.ipc.frames import FrameSocket
 from hiserve.runners.gate import Action, Decision
 
 EXIT_FAILED = 1
+FORMER_S = 30.0  # for the rank of a former group to end, which has the segment of the host cache until then
 COPY_POLL_S, READY_POLL_S = 0.001, 0.05  # between two looks at copies that run, and at memory that is made ready
 
 
@@ -229,23 +234,25 @@ def follow(setup: Setup, socket: FrameSocket, on_gone: Callable[[], None]) -> bo
 def _execute_all(setup: Setup, follower: Follower, orders: queue.SimpleQueue[ToRank]) -> None:
     device = torch.device(setup.settings.model.device)
     exchange = Collectives(Shard(setup.rank, setup.settings.parallel.tp), device, Path(setup.rendezvous))
-    executor, num_host_pages = _build(setup, exchange, follower)
-    while True:
-        follower.report(executor)
-        try:
-            order = orders.get(timeout=follower.patience_s(num_host_pages))
-        except queue.Empty:
-            continue
-        match order:
-            case StopRank():
-                break
-            case Order():
-                follower.execute(order, executor)
-            case DrawOrder():
-                follower.execute_draw(order, executor)
-            case Setup():
-                raise AssertionError(f"a second Setup, for rank {order.rank}")
-    executor.close()
+    segment = open_segment(setup.settings, setup.replica, rank=setup.rank, patience_s=FORMER_S)
+    with nullcontext() if segment is None else closing(segment):
+        executor, num_host_pages = _build(setup, segment, exchange, follower, orders)
+        while True:
+            follower.report(executor)
+            try:
+                order = orders.get(timeout=follower.patience_s(num_host_pages))
+            except queue.Empty:
+                continue
+            match order:
+                case StopRank():
+                    break
+                case Order():
+                    follower.execute(order, executor)
+                case DrawOrder():
+                    follower.execute_draw(order, executor)
+                case Setup() | Adopt():
+                    raise AssertionError(f"{type(order).__name__} after the start")
+        executor.close()
     exchange.close()
 
 
@@ -265,25 +272,43 @@ def _received(socket: FrameSocket, on_gone: Callable[[], None]) -> queue.SimpleQ
     return orders
 
 
-def _build(setup: Setup, exchange: Exchange, follower: Follower) -> tuple[Executor, int]:
+def _build(
+    setup: Setup,
+    segment: Segment | None,
+    exchange: Exchange,
+    follower: Follower,
+    orders: queue.SimpleQueue[ToRank],
+) -> tuple[Executor, int]:
     """Loads the share, and runs the same steps as the first rank does before it serves; returns also the number of host pages."""
     settings = setup.settings
     if settings.model.device == "cuda":
         await_memory(setup.measurements.free_bytes, free_cuda_bytes)
     half = load_half(settings, {}, exchange)
     follower.say(RankLoaded(facts_of(settings, half)))
+    host = None if segment is None else make_host_pool(settings, segment, half.groups)
+    if host is not None:
+        _adopt(host, follower, orders)
     proposer = open_proposer(settings, half.draft, half.head, half.pool, half.rows)
     runners = prepare_runners(settings, half, proposer, None)
     if setup.measurements.draft_costs is None and len(settings.spec.tiers) > 1:
         measure_drafts(settings, runners, half)
-    segment = open_segment(settings, setup.rank)  # a group of its own has nothing to adopt
-    host = None if segment is None else make_host_pool(settings, segment, half.groups)
     tiers = None
     if host is not None:
         transfers = make_transfers(settings.model.device, half.pool, host)
-        tiers = TierTransfers(transfers, host, open_beyond(settings, host, transfers, setup.rank))
+        beyond = open_beyond(settings, host, transfers, setup.rank)
+        tiers = TierTransfers(transfers, host, beyond, linger_s=linger_s(settings))
     assert half.rows.shares is not None, f"rank {setup.rank} has the logits of all tokens"
     exchanges = StepExchanges(half.rows.shares, half.model, half.head, runners)
     executor = Executor(runners, half.rows, tier_transfers=tiers, group=follower, exchanges=exchanges)
     follower.say(RankReady(runners.coverage))
     return executor, 0 if host is None else host.num_pages
+
+
+def _adopt(host: HostPool, follower: Follower, orders: queue.SimpleQueue[ToRank]) -> None:
+    """Keeps the host pages of a former group that all ranks have."""
+    held = hold_pages(host)
+    follower.say(held)
+    order = orders.get()
+    assert isinstance(order, Adopt), f"{type(order).__name__} after HeldPages"
+    keep_pages(host, held, order.pages)
+    host.recover()  # without those whose history is not everywhere

@@ -22,6 +22,7 @@ class Setup(msgspec.Struct, frozen=True, tag=True):
     settings: Settings
     rank: int
     rendezvous: str  # path of the file at which the ranks meet
+    replica: int = 0  # of the group
     measurements: StartupMeasurements = NO_MEASUREMENTS  # of the group before it
 
 
@@ -32,6 +33,12 @@ class Order(msgspec.Struct, frozen=True, tag=True):
     plan: BatchPlan
     decision: Decision | None  # None of a plan without rows
     ended: list[tuple[int, int]] = []  # steps that ended on the first rank since the last order, and their checksums
+
+
+class Adopt(msgspec.Struct, frozen=True, tag=True):
+    """Answers ``HeldPages``: the host pages of a former group that all ranks have. All others are freed."""
+
+    pages: Int32Array
 
 
 class DrawOrder(msgspec.Struct, frozen=True, tag=True):
@@ -46,13 +53,20 @@ class StopRank(msgspec.Struct, frozen=True, tag=True):
     """Ends a rank; no order follows."""
 
 
-ToRank = Setup | Order | DrawOrder | StopRank
+ToRank = Setup | Adopt | Order | DrawOrder | StopRank
 
 
 class RankLoaded(msgspec.Struct, frozen=True, tag=True):
     """A rank holds its share; it must agree with the first one in all of this."""
 
     facts: dict[str, str]
+
+
+class HeldPages(msgspec.Struct, frozen=True, tag=True):
+    """The host pages of a former group that a rank has, in order; ``Adopt`` follows."""
+
+    pages: Int32Array
+    identities: NDArray[np.uint8]  # ``[n, k]``: namespace and digest of each, and its place in its tail
 
 
 class RankReady(msgspec.Struct, frozen=True, tag=True):
@@ -83,7 +97,7 @@ class Farewell(msgspec.Struct, frozen=True, tag=True):
     trace: str
 
 
-FromRank = RankLoaded | RankReady | Ran | Acked | Farewell
+FromRank = RankLoaded | HeldPages | RankReady | Ran | Acked | Farewell
 
 
 def encode(message: ToRank | FromRank) -> bytes:
@@ -118,4 +132,4 @@ def _to_array(kind: Any, value: Any) -> NDArray[Any]:
 
 _ENCODER = msgspec.msgpack.Encoder(enc_hook=_to_bytes)
 _TO_RANK: msgspec.msgpack.Decoder[ToRank] = msgspec.msgpack.Decoder(ToRank, dec_hook=_to_array)
-_FROM_RANK: msgspec.msgpack.Decoder[FromRank] = msgspec.msgpack.Decoder(FromRank)
+_FROM_RANK: msgspec.msgpack.Decoder[FromRank] = msgspec.msgpack.Decoder(FromRank, dec_hook=_to_array)

@@ -20,6 +20,7 @@ from pathlib import Path
 
 import torch
 
+from hiserve.cache.storage.host import HostPool
 from hiserve.config.settings import Settings
 from hiserve.core.devices import environment_with
 from hiserve.core.plan import BatchPlan, MaskPlan, StepFault, StepResult
@@ -29,12 +30,15 @@ from hiserve.distributed.collectives import Collectives
 from hiserve.distributed.exchange import Exchange
 from hiserve.distributed.shard import Shard
 from hiserve.engine.executor import MAX_IN_FLIGHT
+from hiserve.engine.host_adoption import common_pages, hold_pages, keep_pages
 from hiserve.engine.joined_acks import JoinedAcks
 from hiserve.engine.rank_messages import (
     Acked,
+    Adopt,
     DrawOrder,
     Farewell,
     FromRank,
+    HeldPages,
     Order,
     Ran,
     RankLoaded,
@@ -118,18 +122,22 @@ class Ranks:
         settings: Of the worker.
         measurements: As in ``Setup``.
         on_lost: Called, in a thread, when a rank has ended by itself.
+        replica: Of the worker.
 
     Raises:
         ResourceError: A process cannot be started.
     """
 
-    def __init__(self, settings: Settings, measurements: StartupMeasurements, on_lost: Callable[[], None]) -> None:
+    def __init__(
+        self, settings: Settings, measurements: StartupMeasurements, on_lost: Callable[[], None], replica: int = 0
+    ) -> None:
         self._settings = settings
         self._on_lost = on_lost
         self._folder = Path(tempfile.mkdtemp(prefix="hiserve-ranks-"))
         self._ranks: list[RankProcess] = []
         self._heard = threading.Condition()
         self._facts: dict[int, dict[str, str]] = {}
+        self._held: list[HeldPages] = []
         self._coverages: list[Coverage] = []
         self._ran: dict[int, list[StepFault | None]] = defaultdict(list)  # by step
         self._acks = JoinedAcks(settings.parallel.tp)
@@ -143,7 +151,7 @@ class Ranks:
         rendezvous = str(self._folder / "rendezvous")
         try:
             for number in range(1, settings.parallel.tp):
-                self._ranks.append(RankProcess(Setup(settings, number, rendezvous, measurements)))
+                self._ranks.append(RankProcess(Setup(settings, number, rendezvous, replica, measurements)))
         except OSError as error:
             self.close()
             raise ResourceError(f"rank {len(self._ranks) + 1} cannot be started: {error}. Free memory.") from error
@@ -200,6 +208,19 @@ class Ranks:
                         "devices of one kind, and one installation.",
                         param="tp",
                     )
+
+    def adopt(self, host: HostPool) -> None:
+        """Keeps the host pages of a former group that all ranks have, and frees all others; ``host`` was just made.
+
+        Raises:
+            HiserveError: A rank has ended, for this reason.
+        """
+        held = hold_pages(host)
+        self._await(lambda: len(self._held) == len(self._ranks))
+        pages = common_pages([held, *self._held])
+        self._held.clear()
+        self._send(Adopt(pages))
+        keep_pages(host, held, pages)
 
     def await_ready(self, coverage: Coverage) -> Coverage:
         """Waits until all ranks take orders; returns the graphs that all of them have, of those that this one has.
@@ -319,6 +340,8 @@ class Ranks:
         match message:
             case RankLoaded(facts):
                 self._facts[rank.number] = facts
+            case HeldPages():
+                self._held.append(message)
             case RankReady(coverage):
                 self._coverages.append(coverage)
             case Ran(step_id, fault):

@@ -39,6 +39,7 @@ _LEAST_QUEUED_STORE_BYTES = {"cpu": 256 << 20, "cuda": 1 << 30}
 _MAX_QUEUED_STORE_BYTES = {"cpu": 256 << 20, "cuda": 4 << 30}
 _QUEUED_SHARE = 8  # one in so many bytes of the pool
 _QUEUED_SNAPSHOTS = 8  # however large: each is an order of its own
+_LINGER_S = 1.5  # for checksums at the end, where pages outlive the server; a supervisor waits longer
 _MAX_STORE_BYTES_PER_S = {"cpu": 4e9, "cuda": 20e9}
 
 
@@ -84,6 +85,11 @@ def open_beyond(settings: Settings, host: HostPool, transfers: TransferEngine, r
     if store is None:
         return None
     return StoreTransfers(store if size == 1 else ShardStore(store, rank, size), host, wake=transfers.wake)
+
+
+def linger_s(settings: Settings) -> float:
+    """Returns how long ``TierTransfers.close`` may wait."""
+    return 0.0 if settings.cache.host_cache_name is None else _LINGER_S
 
 
 def _max_queued_bytes(device: str, pool: DevicePool) -> int:

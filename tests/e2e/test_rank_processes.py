@@ -29,6 +29,7 @@ from hiserve.models.draft_config import model_facts
 from hiserve.scheduler.client import EngineClient
 from tests.helpers.cache_paths import SETTINGS, pool
 from tests.helpers.processes import children, is_alive, wait_dead
+from tests.helpers.segment_name import segment_name
 from tests.helpers.settings import identified
 from tests.helpers.tiered import engine_of
 from tests.helpers.waiting import PATIENCE_S, wait_until
@@ -112,15 +113,10 @@ def test_a_group_that_cannot_be_is_refused_before_anything_starts() -> None:
     assert set(children(os.getpid())) == before
 
 
-def test_pages_on_the_host_that_outlive_a_group_are_refused() -> None:
-    """No rank could tell which of them the others have."""
-    with pytest.raises(ConfigError, match="the host cache of a group ends with it") as caught:
-        LLM(**GROUP | {"host_cache_name": "nobody", "host_cache_gib": 0.01})
-    assert caught.value.param == "host_cache_name"
-
-
-def resolved() -> Settings:
-    given = make_options(**{name: value for name, value in GROUP.items() if name != "in_process"}, device="cpu")
+def resolved(**others: Any) -> Settings:
+    given = make_options(
+        **{name: value for name, value in (GROUP | others).items() if name != "in_process"}, device="cpu"
+    )
     return identified(resolve(given, model_facts(given, *read_model(given.model)), probe()).settings)
 
 
@@ -136,10 +132,13 @@ async def read(client: EngineClient, index: int, max_tokens: int) -> list[int]:
 @pytest.mark.wide
 @pytest.mark.parametrize("victim", ["rank", "first"])
 async def test_a_dead_process_of_a_group_costs_its_requests_nothing(victim: str) -> None:
+    """Its successor opens the segments of the host cache, each when the process has ended that had it."""
     with LLM(**GROUP | {"tp": 1}) as llm:
         sampling = [SamplingParams(seed=i, temperature=0.8 * (i % 2), max_tokens=80, ignore_eos=True) for i in range(3)]
         expected = tokens_of(llm, sampling)
-    client = await EngineClient.start(resolved())
+    stack = contextlib.ExitStack()
+    name = stack.enter_context(segment_name())
+    client = await EngineClient.start(resolved(host_cache_name=name, host_cache_gib=0.01))
     try:
         worker = client.started.workers[0].pid
         (rank,) = children(worker)
@@ -157,3 +156,4 @@ async def test_a_dead_process_of_a_group_costs_its_requests_nothing(victim: str)
         await client.stop()
     await asyncio.to_thread(wait_dead, pids)
     assert not any(map(is_alive, pids))
+    stack.close()

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import gc
 import json
 import shutil
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from functools import lru_cache
 from itertools import product
 from pathlib import Path
@@ -16,6 +18,8 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from hiserve import LLM, SamplingParams
+from hiserve.cache.storage.records import PageState
+from hiserve.cache.storage.segment import Segment, stored_layout
 from hiserve.cache.storage.shard_store import ShardStore
 from hiserve.cache.storage.transfer import TransferEngine
 from hiserve.core.transfers import CopyKind, PageCopy
@@ -45,6 +49,7 @@ from tests.helpers.latent_models import save_with_mtp
 from tests.helpers.models import save_family
 from tests.helpers.packed_models import pack_gpt_oss
 from tests.helpers.rank_threads import rank_threads
+from tests.helpers.segment_name import segment_name
 from tests.helpers.tiered import check_whole, counts_of, engine_of, leave_device, rest
 from tests.helpers.transfers import hold_copies
 from tests.helpers.widening import some
@@ -256,6 +261,49 @@ def test_a_group_finds_what_a_group_of_its_size_has_stored(tmp_path: Path, monke
                 assert counts_of(llm).prefetches.num_wanted == sum(counts_of(llm).prefetches.unfulfilled.values()) > 0
                 engine_of(llm).flush()
             check_whole(llm)
+
+
+def test_a_group_adopts_the_pages_on_the_host_that_all_its_ranks_have() -> None:
+    """S9: from the ranks of a group that has ended. In the last one a rank has the first page of all prompts under another number, and frees those behind it."""
+    with segment_name() as name:
+        options: dict[str, Any] = SETTINGS | DRAFTS | pool(16) | HOST | {"tp": 2, "max_model_len": 96}
+        found = []
+        for life in range(3):
+            with rank_threads(), LLM(**options | {"host_cache_name": name}) as llm:
+                found.append([use.host for use in ask(llm, work())])
+                check_whole(llm)
+            del llm
+            gc.collect()  # the locks of the segments go with the last views of them
+            others = f"{name}-1-of-2"
+            assert pages_in(name) == pages_in(others) != []
+            if life == 1:
+                move_first_page(others)
+        assert found[0] == found[2] == [0] * 4 and sum(found[1]) == NUM_STORED
+
+
+@contextmanager
+def opened(name: str) -> Iterator[Segment]:
+    """Opens the segment of a rank that has ended."""
+    layout = stored_layout(name)
+    assert layout is not None
+    segment = Segment.named(name, layout)
+    yield segment
+    segment.close()
+
+
+def pages_in(name: str) -> list[int]:
+    """Returns the pages of a segment that are in use."""
+    with opened(name) as segment:
+        return np.flatnonzero(segment.records["state"] != PageState.FREE).tolist()
+
+
+def move_first_page(name: str) -> None:
+    """Gives the page with the first tokens of all prompts another number."""
+    with opened(name) as segment:
+        is_first = (segment.records["tokens"] == np.array(work().prompts[0][:16])).all(1)
+        assert is_first.sum() == 1
+        segment.records[-1], segment.pages[-1] = segment.records[is_first][0], segment.pages[is_first][0]
+        segment.records["state"][is_first] = PageState.FREE
 
 
 def get_on_first(store: ShardStore, keys: Sequence[bytes], *others: Any) -> int:

@@ -1,4 +1,4 @@
-"""The host segment of each replica: its layout, its name, and the segment of a former server."""
+"""The host segment of each rank of each replica: its layout, its name, and the segment of a former server."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ def probe_segments(options: Options, machine: Machine, directory: Path = SHARED_
 
 
 def layout_of(settings: Settings) -> SegmentLayout | None:
-    """Returns the layout of each replica's segment; None without a host cache of at least two pages."""
+    """Returns the layout of each segment; None without a host cache of at least two pages."""
     host_bytes = int(settings.cache.host_cache_gib * GIB)
     if not host_bytes:
         return None
@@ -49,13 +49,17 @@ def layout_of(settings: Settings) -> SegmentLayout | None:
     return SegmentLayout(identity.namespace, settings.cache.page_size, identity.page_bytes, num_pages)
 
 
-def open_segment(settings: Settings, replica: int, directory: Path = SHARED_MEMORY) -> Segment | None:
-    """Creates the segment of a replica, or opens the one of its name; None without a host cache.
+def open_segment(
+    settings: Settings, replica: int, directory: Path = SHARED_MEMORY, *, rank: int = 0, patience_s: float = 0.0
+) -> Segment | None:
+    """Creates the segment of a rank of a replica, or opens the one of its name; None without a host cache.
 
     Args:
         settings: With the cache's identity.
         replica: Index from 0.
         directory: Of named segments.
+        rank: Of a group, likewise.
+        patience_s: As for ``Segment.named``.
 
     Raises:
         ConfigError: As ``Segment.named``.
@@ -65,12 +69,16 @@ def open_segment(settings: Settings, replica: int, directory: Path = SHARED_MEMO
     if layout is None:
         return None
     names = _names(settings)
-    return Segment.named(names[replica], layout, directory) if names else Segment.anonymous(layout)
+    if not names:
+        return Segment.anonymous(layout)
+    return Segment.named(names[replica * settings.parallel.tp + rank], layout, directory, patience_s=patience_s)
 
 
 def _names(options: Options) -> list[str]:
-    """Returns the name of each replica's segment; empty without ``--host-cache-name``."""
-    name, count = options.cache.host_cache_name, options.parallel.replicas
+    """Returns the name of each rank's segment, replica by replica; empty without ``--host-cache-name``."""
+    name, count, size = options.cache.host_cache_name, options.parallel.replicas, options.parallel.tp
     if name is None:
         return []
-    return [name] if count == 1 else [f"{name}-{replica}" for replica in range(count)]
+    names = [name] if count == 1 else [f"{name}-{replica}" for replica in range(count)]
+    # Of groups of other sizes the pages may be as large, and hold other heads.
+    return [f"{each}-{rank}-of-{size}" if rank else each for each in names for rank in range(size)]

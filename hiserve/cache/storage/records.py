@@ -151,6 +151,11 @@ class Records:
         """Returns the digest of a page; meaningless while the page is FREE."""
         return bytes(self._fields["digest"][page])
 
+    def identities(self, pages: Int32Array) -> NDArray[np.uint8]:
+        """Returns what tells the content of pages in use: uint8 ``[n, k]`` of namespace, digest and place in a tail."""
+        places = [self._fields[name][pages].astype("<u4")[:, None].view(np.uint8) for name in ("part", "num_parts")]
+        return np.concatenate([self._fields["namespace"][pages], self._fields["digest"][pages], *places], 1)
+
     def unsealed(self, pages: Int32Array) -> tuple[Int32Array, NDArray[np.int64], list[bytes]]:
         """Returns the VALID pages without a checksum, their generations, and their digests."""
         with self._lock:

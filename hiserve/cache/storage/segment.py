@@ -9,6 +9,7 @@ import os
 import re
 import stat
 import struct
+import time
 from collections.abc import Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
@@ -29,6 +30,7 @@ ALIGNMENT = 64  # bytes: of every group within a page, so that kernels may read 
 _MAGIC = b"hiserve\0"
 _HEADER = struct.Struct("<8sIIQQ16s")  # magic, version, page_size, page_bytes, num_pages, namespace
 _HEADER_BYTES = 4096
+_LOOK_S = 0.05  # between two looks at a lock
 _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,63}")
 
 
@@ -147,7 +149,9 @@ class Segment:
         return segment
 
     @classmethod
-    def named(cls, name: str, layout: SegmentLayout, directory: Path = SHARED_MEMORY) -> Segment:
+    def named(
+        cls, name: str, layout: SegmentLayout, directory: Path = SHARED_MEMORY, *, patience_s: float = 0.0
+    ) -> Segment:
         """Opens the segment of this name, or creates it; its content stays, for ``Records.recover``.
 
         An exclusive lock keeps other processes from opening it.
@@ -156,6 +160,7 @@ class Segment:
             name: ``--host-cache-name``: 1 to 64 letters, digits, '.', '_' and '-'.
             layout: Required layout.
             directory: A file system in memory.
+            patience_s: Seconds to wait for a process that ends.
 
         Raises:
             ConfigError: The name is malformed, or the file is not a segment of this layout, version and model, or
@@ -166,7 +171,7 @@ class Segment:
         fd = _open_private(path)
         with ExitStack() as undo:
             undo.callback(os.close, fd)
-            _lock(fd, path)
+            _lock(fd, path, time.monotonic() + patience_s)
             if (found := _read(fd, path)) is None:
                 _claim(fd, path, layout)
             elif words := layout.differences(found):
@@ -255,15 +260,23 @@ def _open_private(path: Path) -> int:
     return fd
 
 
-def _lock(fd: int, path: Path) -> None:
-    """Takes the exclusive lock. It belongs to the open file: a process that inherits the descriptor shares it."""
+def _has_locked(fd: int) -> bool:
     try:
         fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except BlockingIOError:
-        raise ResourceError(
-            f"another server uses {path}. Give each server its own --host-cache-name, or stop the other.",
-            param="host_cache_name",
-        ) from None
+        return False
+    return True
+
+
+def _lock(fd: int, path: Path, until_s: float) -> None:
+    """Takes the exclusive lock. It belongs to the open file: a process that inherits the descriptor shares it."""
+    while not _has_locked(fd):
+        if time.monotonic() >= until_s:
+            raise ResourceError(
+                f"another server uses {path}. Give each server its own --host-cache-name, or stop the other.",
+                param="host_cache_name",
+            )
+        time.sleep(_LOOK_S)
     if not path.exists() or os.fstat(fd).st_ino != path.stat().st_ino:
         raise ResourceError(f"{path} was deleted while it was opened. Start again.", param="host_cache_name")
 

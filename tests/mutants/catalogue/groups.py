@@ -1,16 +1,16 @@
 """Groups of ranks: shares, exchanges, orders."""
 
 from hiserve import layers
-from hiserve.cache.storage import shard_store
+from hiserve.cache.storage import host_segment, shard_store
 from hiserve.distributed import collectives, shard
-from hiserve.engine import executor, joined_acks, rank, ranks, step_exchanges
+from hiserve.engine import executor, host_adoption, joined_acks, rank, ranks, step_exchanges
 from hiserve.kernels import share_draw, step_reference
 from hiserve.models import block_scales, decoder, draft_heads, names, shard_weights, shards, weights
 from hiserve.runners import dispatch, step_output
 from hiserve.sampling import logit_shares
 from tests.e2e import test_rank_processes, test_tensor_parallel
 from tests.unit.distributed import test_collectives, test_shard
-from tests.unit.engine import test_executor_faults, test_joined_acks, test_rank_memory, test_ranks, test_step_exchanges
+from tests.unit.engine import test_executor_faults, test_host_adoption, test_joined_acks, test_rank_memory, test_ranks, test_step_exchanges
 from tests.unit.kernels import test_draw
 from tests.unit.models import test_expert_weights, test_shards
 from tests.unit.runners import test_graph
@@ -188,6 +188,18 @@ with shard_store.ShardStore.exists, test_shard_store:
     "S9: pages are found of which the first rank alone has its share"
     not self._rank
     False
+with host_adoption._common, test_host_adoption:
+    "S9: a group adopts pages of which one rank has others under their numbers"
+    other.identities[theirs]
+    identities
+with rank._adopt, test_tensor_parallel.test_a_group_adopts_the_pages_on_the_host_that_all_its_ranks_have:
+    "S9: a rank keeps pages whose history another rank has lost, and ends when they are written again"
+    host.recover()
+    pass
+with host_segment._names, test_tensor_parallel.test_a_group_adopts_the_pages_on_the_host_that_all_its_ranks_have:
+    "S9: a group of four adopts the heads of a group of two"
+    f"{each}-{rank}-of-{size}"
+    f"{each}-{rank}"
 with joined_acks._joined, test_tensor_parallel.test_a_load_that_fails_on_another_rank_alone_is_computed_on_all:
     "S6: a load that failed on another rank counts as done"
     next((ack for ack in acks if not ack.is_ok), acks[0])

@@ -4,7 +4,7 @@ from hiserve.attention import reference_attention
 from hiserve.cache.index import eviction, nodes, prefixes, radix, retention, tail_pool, tails, tier_pages, tiers, transfers
 from hiserve.cache.storage import cuda_transfer, host, page_streams, records, transfer
 from hiserve.core import memory_plan, window_pool
-from hiserve.engine import admission, build, row_tails
+from hiserve.engine import admission, host_adoption, row_tails
 from hiserve.kernels import step_inputs
 from hiserve.runners import device_rows, inputs
 from tests.contract import test_attention
@@ -326,10 +326,10 @@ with host.HostPool.recover, test_host_pool.test_frames_of_a_former_process_are_v
     "INV H10: frames of a former process are not verified"
     (*(run.pages for run in runs), *(tail.frames for tail in self.tails()))
     [run.pages for run in runs]
-with build.recover_host_pages, test_build_host.test_frames_of_tails_behind_their_history_are_waited_for:
+with host_adoption.find_pages, test_build_host.test_frames_of_tails_behind_their_history_are_waited_for:
     "INV H10: frames are adopted before their memory is ready"
-    (*(run.pages for run in runs), *(tail.frames for tail in tails))
-    [run.pages for run in runs]
+    _numbers(runs, tails)
+    _numbers(runs, [])
 with step_inputs._check_rows, test_step_triton.test_triton_does_what_the_twins_do:
     "INV H2: kernel: pages of windows are bounded by the pool of the other layers"
     _count_stale(its_pages, its_owners, windows.page_owner, first, num_used, num_window_pages, BLOCK)
