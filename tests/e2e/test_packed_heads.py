@@ -48,7 +48,7 @@ CASES: dict[str, tuple[Callable[..., None], str, dict[str, Any]]] = {
     "chunks": (chunks, "windows", {"spec": "ngram", "window_pages": "auto"}),
     "garbled": (garbled_pages, "nano", {"spec": "ngram", "overlap": 1}),
 }
-USUAL = ("preemption", "windows", "store")
+USUAL = ("windows", "store")  # and what ``test_speed_matrix.py`` has
 
 
 @pytest.fixture(scope="module")

@@ -20,8 +20,9 @@ from tests.helpers.recorded_llm import allow_recording
 @pytest.mark.parametrize(
     ("tree", "graphs", "depth", "temperature"),
     [
-        ("3x4:15", "all", 1, 0.8),
         ("auto", "decode", 1, 0.8),
+        # Usual is a tree with weights and rows in 8 bits (``test_speed_matrix.py``).
+        pytest.param("3x4:15", "all", 1, 0.8, marks=pytest.mark.wide),
         pytest.param("2x3:7", "decode", 0, 0.0, marks=pytest.mark.wide),
     ],
 )

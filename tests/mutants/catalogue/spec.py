@@ -2,7 +2,7 @@
 
 from hiserve.attention import cpu
 from hiserve.cache.storage import transfer
-from hiserve.engine import drafting, page_tables, planner, rows
+from hiserve.engine import drafting, executing_half, page_tables, planner, rows
 from hiserve.kernels import draft_reference, step_reference, tree_reference
 from hiserve.runners import device_rows, draft_graphs, gate, mixed, step_output
 from hiserve.spec import acceptance, adaptive, head, history, rehearsed
@@ -14,6 +14,7 @@ from tests.e2e import (
     test_spec_hits,
     test_spec_parity,
     test_spec_sources,
+    test_speed_matrix,
     test_tree_drafts,
     test_tree_graphs,
     test_tree_matrix,
@@ -120,6 +121,10 @@ with step_output.record, test_tree_matrix.test_trees_change_nothing:
     "INV 81: keys and values of accepted nodes stay where they were computed"
     rows.ops.move(rows.storages, inputs.forward.slots, starts, path, counts)
     pass
+with executing_half._moved_storages, test_speed_matrix.test_nothing_changes_a_token:
+    "INV 81: scales of keys and values in 8 bits stay where accepted nodes were computed"
+    (*plan.groups, *debug_groups(settings.cache))
+    (plan.groups[0], *debug_groups(settings.cache))
 with step_reference.fill_inputs, test_tree_matrix.test_trees_change_nothing:
     "INV 81: a node stands at its number"
     torch.where(nodes == 0, positions, positions - inputs.offsets + depths)

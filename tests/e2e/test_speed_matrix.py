@@ -1,0 +1,157 @@
+"""What makes an engine fast meets in pairs: weights and rows in few bits, ``--exact``, chains and trees of drafts, graphs, overlap,
+and what became of a prompt's pages, or of its worker, meanwhile. The tokens, ends and scores are always the same.
+
+Exact: float64 on the CPU, where graphs are recorded, against an engine with the same weights and rows that guesses nothing, captures
+nothing and reuses nothing. With ``--exact`` in bfloat16, and no bit of a score differs from that of a row alone.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import signal
+import sys
+from collections.abc import Callable
+from dataclasses import replace
+from functools import lru_cache
+from itertools import product
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from hiserve import SamplingParams
+from hiserve.config.options import make_options
+from hiserve.llm.outputs import CompletionOutput, _logprobs
+from hiserve.scheduler.client import SCHEDULER_COMMAND, EngineClient
+from tests.helpers.cache_paths import (
+    HOST,
+    SETTINGS,
+    Case,
+    Work,
+    answer,
+    check,
+    chunks,
+    device_hits,
+    host_hits,
+    pairs_of,
+    pairwise,
+    pool,
+    preemption,
+    store_hits,
+    storm,
+)
+from tests.helpers.dialogues import held_out_prompts
+from tests.helpers.forks import forked_engines
+from tests.helpers.recorded_llm import allow_recording
+from tests.helpers.settings import identified
+from tests.helpers.waiting import until
+
+NUM_NEW = 14
+WITH_RECORDED = (sys.executable, "-m", "tests.faults.scheduler", "tests.helpers.recorded_worker")
+
+
+def killed(work: Work, folder: Path, page_size: int, **settings: Any) -> None:
+    """The worker is killed when a third of the tokens came from it; its successor generates the others."""
+    given = SETTINGS | pool(page_size) | HOST | settings
+    del given["in_process"]
+    asyncio.run(_kill(work, given))
+
+
+async def _kill(work: Work, given: dict[str, Any]) -> None:
+    found = [CompletionOutput(index) for index in range(len(work.prompts))]
+
+    async def read(client: EngineClient, index: int) -> None:
+        output, sampling, scores = found[index], work.sampling[index], b""
+        async for delta in client.generate(np.array(work.prompts[index], dtype=np.int32), sampling):
+            output.token_ids += delta.tokens
+            output.finish_reason = delta.finish.text
+            scores += delta.scores
+        assert sampling.logprobs is not None
+        output.logprobs = _logprobs(output.token_ids, scores, sampling.logprobs)
+
+    command = SCHEDULER_COMMAND if given["graphs"] == "off" else WITH_RECORDED
+    with forked_engines():
+        client = await EngineClient.start(identified(make_options(**given)), command=command)
+    try:
+        tasks = [asyncio.create_task(read(client, index)) for index in range(len(found))]
+        enough = sum(sampling.max_tokens or 0 for sampling in work.sampling) // 3
+        await until(lambda: sum(len(each.token_ids) for each in found) >= enough)
+        os.kill(client.started.workers[0].pid, signal.SIGKILL)
+        await asyncio.gather(*tasks)
+        status = await client.status()
+    finally:
+        await client.stop()
+    assert status.replays.requests > 0 and status.workers[0].incarnation == 2
+    for ours, theirs in zip(found, work.expected, strict=True):
+        check(ours, theirs, work.max_error)
+    if given["graphs"] != "off":
+        assert status.workers[0].stats.graph_gate["replay"]
+
+
+PATHS: tuple[Callable[..., None], ...] = (chunks, preemption, device_hits, host_hits, store_hits, storm, killed)
+DRAFTS: dict[str, dict[str, Any]] = {
+    "plain": {"spec": "off"},
+    "ngram": {"spec": "ngram", "spec_steps": 3},
+    "chain": {"spec": "eagle3", "spec_steps": 3},
+    "tree": {"spec": "eagle3", "spec_steps": "auto", "spec_tree": "3x4:12"},
+}
+WEIGHTS, ROWS, EXACT, GRAPHS, DEPTHS = ("off", "fp8", "int4"), ("auto", "fp8"), (False, True), ("off", "all"), (0, 1)
+
+
+def can_be(case: Case) -> bool:
+    """Whether options of a case are not refused; exact sums have no graphs on a CPU (``tests/gpu/test_exact.py`` has them)."""
+    _, drafts, weights, rows, is_exact, graphs, _ = case
+    return not is_exact or (drafts != "tree" and (weights, rows, graphs) == ("off", "auto", "off"))
+
+
+ALL: list[Case] = [case for case in product(PATHS, DRAFTS, WEIGHTS, ROWS, EXACT, GRAPHS, DEPTHS) if can_be(case)]
+COVERING = list(pairwise(ALL))
+USUAL = (
+    (killed, "tree", "fp8", "fp8", False, "off", 1),
+    (host_hits, "tree", "fp8", "fp8", False, "all", 1),
+    (preemption, "chain", "int4", "fp8", False, "off", 1),
+)
+CASES = [*USUAL, *(case for case in COVERING if case not in USUAL)]
+
+
+def named(case: Case) -> str:
+    path, drafts, weights, rows, is_exact, graphs, depth = case
+    words = [path.__name__, drafts, f"weights_{weights}", f"rows_{rows}", f"graphs_{graphs}", f"depth_{depth}"]
+    return "-".join([*words, "exact"] if is_exact else words)
+
+
+@lru_cache
+def work_of(weights: str, rows: str, is_exact: bool) -> Work:
+    """Text that the heads were trained on, so that they are right often; some rows are drawn."""
+    texts = [text for text in held_out_prompts("services") if len(text) > 100]
+    prompts = [text[: 58 + 9 * index] for index, text in enumerate(texts[:4])]
+    sampling = [
+        SamplingParams(seed=i, max_tokens=NUM_NEW - i, ignore_eos=True, temperature=0.8 * (i % 2), logprobs=2)
+        for i in range(4)
+    ]
+    options: dict[str, Any] = {"quantize": weights, "kv_dtype": rows}
+    if is_exact:
+        options |= {"exact": True, "dtype": "bfloat16", "max_running_requests": 1}
+    work = answer(prompts, sampling, **options)
+    return replace(work, max_error=0.0) if is_exact else work
+
+
+@pytest.mark.parametrize(
+    "case", [pytest.param(case, marks=() if case in USUAL else pytest.mark.wide) for case in CASES], ids=named
+)
+def test_nothing_changes_a_token(case: Case, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    path, drafts, weights, rows, is_exact, graphs, depth = case
+    work = work_of(weights, rows, is_exact)
+    executors = allow_recording(monkeypatch) if graphs != "off" else []
+    settings = DRAFTS[drafts] | {"quantize": weights, "kv_dtype": rows, "graphs": graphs, "overlap": depth}
+    settings |= {"exact": True, "dtype": "bfloat16"} if is_exact else {}
+    settings |= {"kv_canary": False, "max_running_requests": 2} if graphs != "off" else {}
+    path(work, tmp_path, 16, **settings)
+    assert all(executor.gate_counts()["replay"] for executor in executors)
+
+
+def test_each_pair_that_is_not_refused_meets() -> None:
+    assert set().union(*map(pairs_of, COVERING)) == set().union(*map(pairs_of, ALL))
+    assert all(map(can_be, USUAL)) and len(CASES) < len(ALL) / 20
