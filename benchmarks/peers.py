@@ -105,11 +105,11 @@ def others(sizes: Sizes, sessions: Path | None) -> dict[str, Workload]:
     """Returns short and long requests, streams that come and go, mixed lengths, arrivals, chats and agents."""
     is_full = sizes is FULL
     found = batches([(256, 128, 128), (1, 32_000, 256)] if is_full else [(8, 16, 16), (1, 400, 8)])
-    http = sizes.http
-    lengths = {"input_length": http.prompt, "output_length": http.output}
-    found[f"{http.streams} of {http.requests} x {http.prompt} -> {http.output}"] = Workload(
-        "serve", {"num_prompts": http.requests, "max_concurrency": http.streams} | lengths
-    )
+    for case in (sizes.http, sizes.crowd):
+        sent = {"num_prompts": case.requests, "max_concurrency": case.streams}
+        sent |= {"input_length": case.prompt, "output_length": case.output}
+        found[f"{case.streams} of {case.requests} x {case.prompt} -> {case.output}"] = Workload("serve", sent)
+    lengths = {"input_length": sizes.http.prompt, "output_length": sizes.http.output}
     count, arriving, rate = (256, 200, 10) if is_full else (8, 8, 4)
     mixed = lengths | {"random_range_ratio": 0.9}
     found[f"{count} of mixed lengths"] = Workload("serve", {"num_prompts": count} | mixed)

@@ -31,6 +31,7 @@ THEN = f"{PEER} in another run, of {PEER_DATE}"
 GPU_PARTS = {
     "decode": "Llama-8B shape, decode step of rows x context; ratio: time to read weights, keys and values at a copy's rate / time",
     "prefill": f"Llama-8B shape, prompts computed at once; ratios: to the rate of a matrix product; to {THEN}",
+    "long": "Llama-8B shape, one row; ratios: prompts to the rate of a matrix product; time to read weights, keys and values / time of a step",
     "peers": f"Llama-8B shape, rows x prompt -> output tokens; ratio to {THEN}",
     "chats": f"Llama-8B shape, chats: 1024 tokens in common, 512 new and 64 out a turn; ratio to {THEN}",
     "conversations": f"Llama-8B shape, device pool of 64k tokens and a host tier, 256 new and 16 out a turn; ratio to {THEN}",
@@ -39,6 +40,7 @@ GPU_PARTS = {
     "small-decode": "Qwen3-0.6B shape, decode step of rows x context; ratio: time to read weights, keys and values / time",
     "overlap": "Qwen3-0.6B shape, decode step planned ahead; ratio: time with --overlap 0 / time",
     "http": "Llama-8B shape over HTTP; ratio: throughput over HTTP / in one process",
+    "crowd-http": "Llama-8B shape over HTTP, a row for each stream; ratio: throughput over HTTP / in one process",
     "small-http": "Qwen3-0.6B shape over HTTP; ratio: throughput over HTTP / in one process",
     "few-bits": "Llama-8B shape with weights in 8 and 4 bits; ratio: time with weights in 16 bits / time",
     "spec": "hiserve-nano and its draft heads widened to the Llama-8B shape; ratios: speed-up over plain decoding / (accept length / "

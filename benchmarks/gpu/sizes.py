@@ -21,12 +21,14 @@ PEER_PREFILL_TOKENS_PER_S, PEER_CONVERSATIONS_TOKENS_PER_S = 38_000, 118_000
 PEER_CEILINGS = {"copy_bytes_per_s": 4.24e12, "matmul_flop_per_s": 790e12, "pinned_to_device_bytes_per_s": 55.5e9}
 BARS = {
     "prefill": 0.80,
+    "long prompt": 0.85,
     "graphs": 1.3,
     "overlap": 1.1,
     "peer": 1.05,
     "peer with a host tier": 1.3,
     "replays": 0.98,
     "http": 0.95,
+    "crowd over http": 0.97,
     "speculation": 0.75,
     "adaptive": 0.97,
     "same tokens": 1.0,
@@ -133,6 +135,7 @@ class Sizes:
     steps: int  # timed in each decode case
     warm_steps: int  # before them
     decode: tuple[DecodeCase, ...]
+    long: DecodeCase  # of an engine of its own, which also computes a prompt of that length
     compare_rows: tuple[int, int]  # rows that decode with graphs and without, and with overlap and without
     prefill: tuple[int, int]  # (prompts, tokens of each)
     repeats: int
@@ -142,6 +145,7 @@ class Sizes:
     traffic_rows: int  # rows that decode while conversations come and go
     traffic_conversations: int  # how many of these
     http: HttpCase
+    crowd: HttpCase  # likewise, of an engine with a row for each stream
     spec: SpecSizes
     max_fill_s: float  # a case whose prompts would take longer is left out
 
@@ -167,6 +171,7 @@ FULL = Sizes(
         DecodeCase(SMALL, 128, 1024, 0.55),
         DecodeCase(SMALL, 1, 1024, 0.35),
     ),
+    long=DecodeCase(LARGE, 1, 32_768, 0.86),
     compare_rows=(1, 32),
     prefill=(8, 8192),
     repeats=3,
@@ -181,6 +186,7 @@ FULL = Sizes(
     traffic_rows=8,
     traffic_conversations=16,
     http=HttpCase(32, 96, 1024, 256, 3),
+    crowd=HttpCase(256, 512, 128, 256, 3),
     spec=SpecSizes(
         shape=LARGE,
         settings={
@@ -219,6 +225,7 @@ TINY = Sizes(
         DecodeCase(LARGE, 1, 256, 0.70),
         DecodeCase(SMALL, 1, 64, 0.35),
     ),
+    long=DecodeCase(LARGE, 1, 512, 0.86),
     compare_rows=(1, 4),
     prefill=(2, 256),
     repeats=1,
@@ -228,6 +235,7 @@ TINY = Sizes(
     traffic_rows=2,
     traffic_conversations=6,
     http=HttpCase(4, 8, 32, 16, 1),
+    crowd=HttpCase(8, 16, 16, 16, 1),
     spec=SpecSizes(
         shape="mini",
         settings={"kv_pages": 64, "max_running_requests": 2, "max_model_len": 256, "host_cache_gib": 0},

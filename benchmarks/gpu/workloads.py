@@ -21,6 +21,7 @@ from benchmarks.gpu.sizes import (
     PEER_PREFILL_TOKENS_PER_S,
     SMALL,
     DecodeCase,
+    HttpCase,
 )
 from benchmarks.served import bench_serve, serving_shape
 
@@ -132,10 +133,15 @@ def trace(bench: Bench, drive: Drive) -> dict[str, Any]:
     }
 
 
-def measure_http(bench: Bench, shape: str) -> Part:
-    """Runs the workload in this process, then over HTTP, on engines of the same settings; first runs are not counted."""
-    case, settings = bench.sizes.http, bench.settings(shape)
-    batches, vocab_size = in_process(bench, shape)
+def measure_http(bench: Bench, shape: str, *, is_crowd: bool = False) -> Part:
+    """Runs the workload in this process, then over HTTP, on engines of the same settings; first runs are not counted.
+
+    A crowd has a row for each stream.
+    """
+    case = bench.sizes.crowd if is_crowd else bench.sizes.http
+    more = {"max_running_requests": case.streams} if is_crowd else {}
+    settings = bench.settings(shape, **more)
+    batches, vocab_size = in_process(bench, case, bench.engine(shape, **more))
     offline = statistics.median(batch.output_tokens / batch.seconds for batch in batches[1:])
     bench.close()
     options = {"input_length": case.prompt, "output_length": case.output, "num_prompts": case.requests}
@@ -144,14 +150,14 @@ def measure_http(bench: Bench, shape: str) -> Part:
         summaries = [bench_serve(server.url, **options, seed=seed) for seed in range(case.runs + 1)]
     http = statistics.median(summary["output_tokens_per_s"] for summary in summaries[1:])
     name = f"{shape} over HTTP, {case.streams} streams"
-    figure = Figure(name, http, "tokens/s", http / offline, BARS["http"], "offline in one process")
+    bar = BARS["crowd over http" if is_crowd else "http"]
+    figure = Figure(name, http, "tokens/s", http / offline, bar, "offline in one process")
     runs = {"offline": [batch.told() for batch in batches], "http": summaries, "ready_s": server.ready_s}
     return Part([figure], {"offline_tokens_per_s": offline} | runs)
 
 
-def in_process(bench: Bench, shape: str) -> tuple[list[Batch], int]:
+def in_process(bench: Bench, case: HttpCase, drive: Drive) -> tuple[list[Batch], int]:
     """Returns the runs of the workload in this process, and the shape's vocabulary; keeps no engine."""
-    drive, case = bench.engine(shape), bench.sizes.http
     batches = []
     for _ in range(case.runs + 1):
         drive.engine.flush()
@@ -163,21 +169,29 @@ def in_process(bench: Bench, shape: str) -> tuple[list[Batch], int]:
 def measure_decode(bench: Bench, shape: str) -> Part:
     """Times steady decode steps against the bytes that they must read, at the rate of a copy."""
     part, drive = Part(), bench.engine(shape)
-    limits, rate = Limits.of(drive.model, drive.settings.model.dtype), 0.0
+    rate = 0.0
     filled: dict[int, int] = {}  # tokens of each row's text that the cache holds
     for case in (case for case in bench.sizes.decode if case.shape == shape):
         missing = sum(max(0, case.context - filled.get(row, 0)) for row in range(case.rows))
         if rate and missing / rate > bench.sizes.max_fill_s:
             part.notes.append(f"{name_of(case)}: left out, its prompts would take {missing / rate:.0f} s")
             continue
-        pace = decode(bench, drive, case.rows, case.context)
-        rate = missing / pace.fill_s if missing > case.rows else rate
+        figure, samples = time_steps(bench, drive, case)
+        rate = missing / samples["fill_s"] if missing > case.rows else rate
         filled |= {row: max(case.context, filled.get(row, 0)) for row in range(case.rows)}
-        limit_s = limits.decode_bytes(case.rows * pace.mean_context) / bench.ceilings["copy_bytes_per_s"]
-        share = limit_s / pace.median_s
-        part.figures.append(Figure(name_of(case), pace.median_s * 1e3, "ms", share, case.bar, "bandwidth limit"))
-        part.samples[name_of(case)] = pace.told() | {"limit_s": limit_s, "of_limit_by_mean": limit_s / pace.mean_s}
+        part.figures.append(figure)
+        part.samples[figure.name] = samples
     return part
+
+
+def time_steps(bench: Bench, drive: Drive, case: DecodeCase) -> tuple[Figure, dict[str, Any]]:
+    """Returns the time of a step beside that of the bytes that it must read, and the samples."""
+    pace = decode(bench, drive, case.rows, case.context)
+    limits = Limits.of(drive.model, drive.settings.model.dtype)
+    limit_s = limits.decode_bytes(case.rows * pace.mean_context) / bench.ceilings["copy_bytes_per_s"]
+    samples = pace.told() | {"limit_s": limit_s, "of_limit_by_mean": limit_s / pace.mean_s}
+    share = limit_s / pace.median_s
+    return Figure(name_of(case), pace.median_s * 1e3, "ms", share, case.bar, "bandwidth limit"), samples
 
 
 def name_of(case: DecodeCase) -> str:
@@ -186,8 +200,17 @@ def name_of(case: DecodeCase) -> str:
 
 def measure_prefill(bench: Bench) -> Part:
     """Times long prompts that come at once, to the first token of each, against the rate of a matrix product."""
-    drive = bench.engine(LARGE)
     num_prompts, length = bench.sizes.prefill
+    figure, samples = time_prompts(bench, bench.engine(LARGE), num_prompts, length, BARS["prefill"])
+    name = f"{num_prompts} x {length} -> 1"
+    peer = against_peer(bench, name, figure.value, PEER_PREFILL_TOKENS_PER_S, "matmul_flop_per_s")
+    return Part([figure, peer], samples)
+
+
+def time_prompts(
+    bench: Bench, drive: Drive, num_prompts: int, length: int, bar: float
+) -> tuple[Figure, dict[str, Any]]:
+    """Returns their rate beside that of a matrix product, and the samples; the first prompt is not counted."""
     run(drive, [bench.prompt(drive, length)], 1)
     batches: list[Batch] = []
     while len(batches) < bench.sizes.repeats and sum(batch.seconds for batch in batches) < bench.sizes.max_fill_s / 3:
@@ -197,13 +220,19 @@ def measure_prefill(bench: Bench) -> Part:
     flop = num_prompts * Limits.of(drive.model, drive.settings.model.dtype).prefill_flop(length)
     share = flop / seconds / bench.ceilings["matmul_flop_per_s"]
     name = f"{LARGE} prefill, {num_prompts} x {length}"
-    rate = num_prompts * length / seconds
-    figures = [
-        Figure(name, rate, "tokens/s", share, BARS["prefill"], "matrix product"),
-        against_peer(bench, f"{num_prompts} x {length} -> 1", rate, PEER_PREFILL_TOKENS_PER_S, "matmul_flop_per_s"),
-    ]
     samples = {"flop": flop, "flop_per_s": flop / seconds, "runs": [batch.told() for batch in batches]}
-    return Part(figures, samples)
+    return Figure(name, num_prompts * length / seconds, "tokens/s", share, bar, "matrix product"), samples
+
+
+def measure_long(bench: Bench) -> Part:
+    """Times one long prompt, and steps of one row behind as long a context."""
+    case = bench.sizes.long
+    length = case.context * 5 // 4
+    drive = bench.engine(case.shape, max_running_requests=1, max_model_len=length, kv_pages=1 + 2 * length // 16)
+    figure, samples = time_prompts(bench, drive, 1, case.context, BARS["long prompt"])
+    drive.engine.flush()
+    steps, of_steps = time_steps(bench, drive, case)
+    return Part([figure, steps], {"prompts": samples, "steps": of_steps})
 
 
 def measure_graphs(bench: Bench) -> Part:

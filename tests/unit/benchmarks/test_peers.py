@@ -68,6 +68,7 @@ def test_the_workloads_are_those_of_the_engine_and_of_its_users() -> None:
         "256 x 128 -> 128",
         "1 x 32000 -> 256",
         "32 of 96 x 1024 -> 256",
+        "256 of 512 x 128 -> 256",
         "256 of mixed lengths",
         "10 arrivals a second",
         "64 chats x 6 turns",
