@@ -66,12 +66,12 @@ async def _survive(work: Work, given: dict[str, Any]) -> None:
         settings = identified(make_options(**given))
         client = await EngineClient.start(settings, command=WITH_RECORDED if has_graphs else SCHEDULER_COMMAND)
     try:
-        for attempt in range(1, MOST_ATTEMPTS + 1):
+        for _ in range(MOST_ATTEMPTS):
             await _kill(client, work)
             status = await client.status()
             if status.replays.requests:
                 break
-        assert status.replays.requests > 0 and status.workers[0].incarnation == attempt + 1
+        assert status.replays.requests > 0
         assert not has_graphs or status.workers[0].stats.graph_gate["replay"]
     finally:
         await client.stop()
