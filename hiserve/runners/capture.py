@@ -161,7 +161,16 @@ class Capture:
                 self._finish(graph)
 
     def check_failure(self, error: RuntimeError) -> None:
-        """Raises the failure of a capture if other ranks of the group may not have it: exchanges follow that they would await."""
+        """Raises the failure of a capture if what follows it would fail too.
+
+        So do all calls after an illegal access, which persists in the context; and if other ranks of a group may not have
+        the failure, exchanges that they would await.
+
+        Raises:
+            RuntimeError: The failure of the device, again.
+            ResourceError: A rank of a group has no memory.
+        """
+        torch.cuda.synchronize(self._device)
         if self._exchange is not None and fault_of(error):
             raise ResourceError(
                 f"no memory to capture graphs: {first_line(error)}. Lower --kv-pages, or use --graphs off.",

@@ -32,8 +32,8 @@ LAYOUTS = (
     (64, False, 2, 80),
     (64, False, 8, 128),
 )
-# Of these each tile is compiled anew, so on a GPU the fewest with every size of page, of group and of head.
-LAYOUTS_ON_GPU = ((16, False, 2, 256), LAYOUTS[1], LAYOUTS[3], LAYOUTS[2], LAYOUTS[8])
+# Of these each tile is compiled anew, so on a GPU the fewest with every size of page, of group and of head, small ones too.
+LAYOUTS_ON_GPU = ((16, False, 2, 256), (16, False, 8, 32), LAYOUTS[1], LAYOUTS[3], LAYOUTS[2], LAYOUTS[8])
 CHAINS = ((40, 4), (63, 4), (0, 4), (5, 1), (15, 2))
 TREES = ((40, 9), (63, 4), (0, 7), (5, 1), (30, 3))
 # Decode rows first, then prefill: the order of the planner's batches.

@@ -5,6 +5,8 @@ from __future__ import annotations
 import dataclasses
 import gc
 import logging
+import subprocess
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, Literal
@@ -190,6 +192,34 @@ def test_pieces_whose_capture_fails_leave_the_others_alone(
         assert generate(subject, prompts, 1) == generate(eager, prompts, 1)
         assert cuda.news(before, decisions(subject)) == {decision: 1}
     subject.executor.close()
+
+
+WILD = """
+import torch
+from hiserve.runners.capture import Capture, capture_sizes
+from tests.gpu.wild_worker import FAR, copy_kernel
+
+data = torch.arange(256, dtype=torch.int32, device="cuda:0")
+copy_kernel[(1,)](data, 128, 128)
+
+def wild(size):
+    print("size", size)
+    copy_kernel[(1,)](data, FAR, 128)
+    raise RuntimeError("its replay differs from the eager step")
+
+try:
+    capture_sizes(Capture(data.device), (1, 2), wild, "size %d runs without a graph: %s")
+except RuntimeError as error:
+    print(str(error).splitlines()[0])
+"""
+
+
+def test_an_illegal_access_in_a_capture_is_no_step_without_a_graph() -> None:
+    """In a process of its own, whose device is lost."""
+    run = subprocess.run([sys.executable, "-c", WILD], capture_output=True, text=True, timeout=100, check=False)
+    print(run.stdout, run.stderr)
+    tried, error = run.stdout.splitlines()
+    assert tried == "size 2" and "illegal memory access" in error and "without a graph" not in run.stderr
 
 
 class Littering(Breaking):

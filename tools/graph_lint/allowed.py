@@ -71,6 +71,7 @@ ALLOWED = (
     Allowed("models/reading.py", "*", "*", "while weights are read, before the first step"),
     Allowed("runners/canary.py", "Canary.*", "*", _DEBUGGING),
     Allowed("runners/canary.py", "_describe", "int(tensor)", _DEBUGGING),
+    Allowed("runners/capture.py", "Capture.check_failure", "synchronize", _AT_START),
     Allowed("runners/capture.py", "Capture.on_stream", "synchronize", _AT_START),
     Allowed("runners/draft_graphs.py", "DraftCapture.after", "allocation", _AT_START),
     Allowed("runners/draft_graphs.py", "_check", "*", _AT_START),

@@ -1,9 +1,9 @@
 """Rows on the device, graphs and what they read."""
 
 from hiserve.kernels import step_reference
-from hiserve.runners import canary, device_rows, dispatch, graph, step_output
+from hiserve.runners import canary, capture, device_rows, dispatch, graph, step_output
 from tests.unit.engine import test_executor
-from tests.unit.runners import test_canary, test_device_rows, test_eager, test_graph, test_verify
+from tests.unit.runners import test_canary, test_capture, test_device_rows, test_eager, test_graph, test_verify
 
 with step_reference._check, test_executor.test_a_stale_entry_faults_its_row_and_leaves_the_neighbours_pages_untouched:
     "INV 9: the owner of a row's pages is not checked"
@@ -41,4 +41,8 @@ with dispatch.Dispatch.forward, test_eager.test_a_step_waits_layer_by_layer_for_
 with canary.Canary.note, test_canary.test_a_prefix_that_holds_something_else_is_named:
     "INV 34: a prefix is not marked for the canary check"
     self._due.update(table.rows[is_filled].tolist())
+    pass
+with capture.Capture.check_failure, test_capture.test_a_failure_of_the_device_is_none_of_a_capture_alone:
+    "a lost device counts as a capture that failed"
+    torch.cuda.synchronize(self._device)
     pass

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 
-from hiserve.runners.capture import Graph
+from hiserve.runners.capture import Capture, Graph
 
 
 def test_a_graph_is_launched_while_its_own_device_is_current(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -33,3 +33,20 @@ def test_a_graph_is_launched_while_its_own_device_is_current(monkeypatch: pytest
     graph._graph, graph._device = Launched(), torch.device("cuda", 1)
     graph.replay()
     assert launched == [(torch.device("cuda", 1),)] and not entered
+
+
+def test_a_failure_of_the_device_is_none_of_a_capture_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It shows in the next call, whatever error the capture ended with; after another one the device goes on."""
+    capture: Any = Capture.__new__(Capture)
+    capture._device, capture._exchange = torch.device("cuda", 1), None
+    synchronized: list[torch.device] = []
+
+    def fail(device: torch.device) -> None:
+        raise RuntimeError("CUDA error: an illegal memory access was encountered")
+
+    monkeypatch.setattr(torch.cuda, "synchronize", synchronized.append)
+    capture.check_failure(RuntimeError("operation not permitted when stream is capturing"))
+    assert synchronized == [capture._device]
+    monkeypatch.setattr(torch.cuda, "synchronize", fail)
+    with pytest.raises(RuntimeError, match="illegal memory access"):
+        capture.check_failure(RuntimeError("its replay differs from the eager step"))
