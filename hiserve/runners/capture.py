@@ -170,7 +170,7 @@ class Capture:
             RuntimeError: The failure of the device, again.
             ResourceError: A rank of a group has no memory.
         """
-        torch.cuda.synchronize(self._device)
+        self._stream.synchronize()
         if self._exchange is not None and fault_of(error):
             raise ResourceError(
                 f"no memory to capture graphs: {first_line(error)}. Lower --kv-pages, or use --graphs off.",

@@ -44,5 +44,5 @@ with canary.Canary.note, test_canary.test_a_prefix_that_holds_something_else_is_
     pass
 with capture.Capture.check_failure, test_capture.test_a_failure_of_the_device_is_none_of_a_capture_alone:
     "a lost device counts as a capture that failed"
-    torch.cuda.synchronize(self._device)
+    self._stream.synchronize()
     pass
