@@ -7,6 +7,7 @@ from concurrent.futures import Future
 import numpy as np
 
 from hiserve.cache.index.prefix_cache import PrefixCache, TailSizes
+from hiserve.cache.index.tail_pool import NO_TAILS
 from hiserve.config.caching import EvictionOrder
 from hiserve.core.plan import BatchPlan, StepResult
 from hiserve.core.request import SamplingParams
@@ -80,8 +81,7 @@ def copying_engine(
     depth: int = 0,
     eviction: EvictionOrder = "lru",
     windows: WindowLimits | None = None,
-    num_window_pages: int = 0,
-    num_snapshot_slots: int = 0,
+    tails: TailSizes = NO_TAILS,
 ) -> tuple[Engine, CopyingExecutor, PrefixCache]:
     cache = PrefixCache(
         num_pages=num_pages,
@@ -89,7 +89,7 @@ def copying_engine(
         namespace=b"copying",
         eviction=eviction,
         num_host_pages=num_host_pages,
-        tails=TailSizes(window_pages=num_window_pages, snapshot_slots=num_snapshot_slots),
+        tails=tails,
     )
     planner = Planner(
         cache=cache,

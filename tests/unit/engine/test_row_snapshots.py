@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from hiserve.cache.index.prefix_cache import MissReason, PrefixCache, Tier
+from hiserve.cache.index.prefix_cache import MissReason, PrefixCache, TailSizes, Tier
 from hiserve.core.plan import NO_SNAPSHOTS, BatchPlan
 from hiserve.core.request import SamplingParams
 from hiserve.core.transfers import CopyKind
@@ -16,7 +16,7 @@ from hiserve.core.usage import CacheUse
 from hiserve.core.window_pool import WindowLimits
 from hiserve.engine.loop import Engine
 from hiserve.ipc.messages import Admit
-from tests.helpers.copying import add, copying_engine, run
+from tests.helpers.copying import FILLER, add, copying_engine, run
 from tests.helpers.echo import EchoExecutor, oracle
 from tests.helpers.engines import echo_engine
 from tests.helpers.widening import in_turn
@@ -237,7 +237,7 @@ def test_a_prompt_whose_snapshot_finds_no_slot_waits_for_one() -> None:
     """Loads under way hold all of them; a transfer and a step later the first is free."""
     limits = WindowLimits(window=0, page_size=4, num_draft=0, depth=0, max_batched_tokens=64)
     engine, executor, cache = copying_engine(
-        num_pages=400, num_host_pages=400, page_size=4, windows=limits, num_snapshot_slots=3
+        num_pages=400, num_host_pages=400, page_size=4, windows=limits, tails=TailSizes(snapshot_slots=3)
     )
     prompts = [np.arange(100 * first, 100 * first + 20) for first in (1, 2, 3)]
     for uid, prompt in enumerate(prompts):
@@ -263,7 +263,7 @@ def test_a_prompt_gets_a_slot_before_the_rows_that_run(num_steps: int) -> None:
     """All pass a boundary in every other step, and there is one slot; whoever waits for it is next."""
     limits = WindowLimits(window=0, page_size=2, num_draft=0, depth=1, max_batched_tokens=64)
     engine, executor, cache = copying_engine(
-        num_pages=400, num_host_pages=400, page_size=2, windows=limits, num_snapshot_slots=2, depth=1
+        num_pages=400, num_host_pages=400, page_size=2, windows=limits, tails=TailSizes(snapshot_slots=2), depth=1
     )
     prompt = np.arange(100, 120)
     add(engine, 1, prompt)
@@ -300,3 +300,28 @@ def test_a_row_that_goes_on_keeps_the_tail_that_another_row_has_at_the_same_boun
     served.run()
     turn = np.concatenate((prompt, oracle(prompt, 44), drawn(2, 3)))
     assert served.ask(3, turn).num_tokens == 3 * PAGE
+
+
+@pytest.mark.parametrize(
+    ("num_pages", "num_host_pages", "num_frames", "every", "num_slots", "seed"),
+    [(75, 81, 29, 20, 18, 185000568), (127, 49, 19, 24, 29, 1047628539), (107, 131, 5, 20, 13, 705273312)],
+)
+def test_copies_to_a_host_with_less_room_than_the_device_end(
+    num_pages: int, num_host_pages: int, num_frames: int, every: int, num_slots: int, seed: int
+) -> None:
+    """Pages and tails do not take each other's room in turns; one in twenty sizes drawn at random did so without an end."""
+    limits = WindowLimits(
+        window=0, page_size=4, num_draft=0, depth=0, max_batched_tokens=64, tail_every=every, has_snapshots=True
+    )
+    tails = TailSizes(snapshot_slots=num_slots, frames_per_snapshot=num_frames)
+    engine, *_ = copying_engine(
+        num_pages=num_pages, num_host_pages=num_host_pages, max_rows=1, windows=limits, tails=tails
+    )
+    rng = np.random.default_rng(seed)
+    histories = [rng.integers(2, 1 << 30, 100) for _ in range(3)]
+    for uid in range(14):
+        chat = int(rng.integers(3))
+        add(engine, uid, histories[chat], 3)
+        run(engine, max_turns=300)
+        kept = histories[chat][: int(rng.integers(60, 200))]
+        histories[chat] = np.concatenate((kept, (FILLER, FILLER, FILLER), rng.integers(2, 1 << 30, 9)))

@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from hiserve.cache.index.prefix_cache import Tier
+from hiserve.cache.index.prefix_cache import TailSizes, Tier
 from hiserve.core.window_pool import WindowLimits
 from tests.helpers.copying import add, copying_engine, run
 from tests.helpers.echo import oracle
@@ -26,7 +26,7 @@ def test_a_row_that_loads_its_tail_waits_for_room_for_both(num_spare: int, start
         max_len=LONGEST,
         budget=LIMITS.max_batched_tokens,
         windows=LIMITS,
-        num_window_pages=TWO_ROWS + num_spare,
+        tails=TailSizes(window_pages=TWO_ROWS + num_spare),
     )
     planner, prompts = engine._planner, [np.arange(10 * first, 10 * first + 20) for first in (1, 5)]
     add(engine, 1, prompts[0])
