@@ -19,11 +19,13 @@ Download = Callable[..., Any]
 
 INDEX = "model.safetensors.index.json"
 SINGLE = "model.safetensors"
+MODELOPT = "hf_quant_config.json"  # of the quantization, where ``config.json`` may say nothing of it
 # No pickled weights. Some repositories have a second copy of the weights under another name, or in a
 # folder: only files that start with ``model`` are fetched.
 PATTERNS = (
     "config.json",
     "generation_config.json",
+    MODELOPT,
     "tokenizer*",
     "chat_template*",
     "model*.safetensors",

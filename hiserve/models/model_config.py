@@ -33,7 +33,7 @@ from hiserve.models.family import FAMILIES, Family
 from hiserve.models.generation_config import GenerationConfig, SamplingDefaults, as_ids, read_generation
 from hiserve.models.index_config import IndexConfig, read_index
 from hiserve.models.latent_config import LatentConfig, read_latent
-from hiserve.models.quantize import asks_for_packed, read_quantization
+from hiserve.models.quantize import asks_for_packed, read_quantization, with_quantization
 from hiserve.models.refusals import read_activation, read_architecture, refuse_nonsense, refuse_unsupported
 from hiserve.models.rope import RopeConfig, read_local_rope, read_rope, stretched_context
 
@@ -289,7 +289,7 @@ def read_model_config(folder: Path) -> ModelConfig:
         ModelError: Unsupported architecture, a missing field, an invalid value, or a file that is not JSON.
     """
     path = folder / "config.json"
-    return parse_config(read_json(path), path, read_generation(folder))
+    return parse_config(with_quantization(read_json(path), folder), path, read_generation(folder))
 
 
 def parse_config(raw: dict[str, Any], path: Path, generation: GenerationConfig) -> ModelConfig:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any, Literal
 
 import msgspec
@@ -10,7 +11,8 @@ import msgspec
 from hiserve.core.name_patterns import PatternError, name_pattern
 from hiserve.core.quantization import Quantization, QuantSpec
 from hiserve.errors import ModelError
-from hiserve.models.config_fields import ConfigFields
+from hiserve.models.checkpoint import MODELOPT
+from hiserve.models.config_fields import ConfigFields, read_json
 from hiserve.models.family import FAMILIES
 
 BLOCK = 128  # rows and columns of a matrix that share a scale
@@ -20,6 +22,7 @@ Scheme = Literal["fp8", "int4"]
 
 _MXFP4 = QuantSpec(bits=4, kind="e2m1", group=(1, 32))
 _LISTS = ("modules_to_not_convert", "ignore", "ignored_layers", "exclude_modules")  # of modules that stay as they are
+_LEAVES = "-:"  # begins a rule of GPTQ's ``dynamic`` by which modules of a pattern stay as they are
 _BLOCKS = [BLOCK, BLOCK]
 _GROUP_OF = {"tensor": (0, 0), "channel": (1, 0), "block": (BLOCK, BLOCK)}  # strategies of compressed-tensors
 
@@ -57,6 +60,19 @@ def read_quantization(config: ConfigFields, architecture: str) -> Quantization |
     return Quantization(name, spec, _MXFP4 if config.expert_dtype == "fp4" else spec, ignored)
 
 
+def with_quantization(raw: Fields, folder: Path) -> Fields:
+    """Returns the fields ``raw`` of ``config.json`` with those of ``hf_quant_config.json``, where ModelOpt alone says it there.
+
+    Raises:
+        ModelError: That file is not JSON.
+    """
+    path = folder / MODELOPT
+    if raw.get("quantization_config") or not path.is_file():
+        return raw
+    given = read_json(path).get("quantization")
+    return raw | {"quantization_config": {"quant_method": "modelopt"} | (given if isinstance(given, dict) else {})}
+
+
 def make_quantization(scheme: Scheme) -> Quantization:
     """Returns how weights are quantized when they are loaded; experts are not."""
     if scheme == "fp8":
@@ -88,6 +104,9 @@ def _read_ignored(fields: Fields) -> tuple[str, ...]:
         if given is not None and not (isinstance(given, list) and all(isinstance(each, str) for each in given)):
             raise _UnsupportedError(name, given, "a list of names is")
         found += given or ()
+    rules = fields.get("dynamic")
+    rules = rules if isinstance(rules, dict) else {}
+    found += [f"re:{rule.removeprefix(_LEAVES)}" for rule in rules if rule.startswith(_LEAVES)]
     for pattern in found:
         if not pattern.startswith("re:"):
             continue
@@ -121,9 +140,15 @@ def _read_awq(fields: Fields) -> QuantSpec:
 def _read_gptq(fields: Fields) -> QuantSpec:
     _require(fields, "bits", 4)
     _require(fields, "checkpoint_format", "gptq", "gptq_v2", default="gptq")
-    _require(fields, "dynamic", None, {})
+    _require_rules(fields.get("dynamic"))
     is_symmetric = _require(fields, "sym", True, False, default=True)
     return QuantSpec(4, "int" if is_symmetric else "uint", (1, _require(fields, "group_size", *GROUPS)))
+
+
+def _require_rules(given: Any) -> None:
+    """Takes GPTQ's rules for single modules if by all of them these stay as they are."""
+    if given is not None and not (isinstance(given, dict) and all(rule.startswith(_LEAVES) for rule in given)):
+        raise _UnsupportedError("dynamic", given, f"{_LEAVES} before each pattern is")
 
 
 def _read_fields(scheme: Fields, name: str) -> Fields:

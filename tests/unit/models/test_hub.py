@@ -207,6 +207,7 @@ def test_only_owner_and_name_are_looked_for_on_the_hub(name: str, is_one: bool) 
     [
         ("config.json", True),
         ("generation_config.json", True),
+        ("hf_quant_config.json", True),
         ("tokenizer.json", True),
         ("tokenizer_config.json", True),
         ("chat_template.jinja", True),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -9,7 +10,7 @@ import pytest
 from hiserve.core.quantization import Quantization, QuantSpec
 from hiserve.errors import ModelError
 from hiserve.models.config_fields import ConfigFields
-from hiserve.models.quantize import read_quantization
+from hiserve.models.quantize import read_quantization, with_quantization
 
 BLOCKS = QuantSpec(bits=8, kind="e4m3", group=(128, 128), activations="token")
 FP4 = QuantSpec(bits=4, kind="e2m1", group=(1, 32))
@@ -70,6 +71,12 @@ def same(method: str, spec: QuantSpec, *ignored: str) -> Quantization:
             None,
             same("gptq_v2", QuantSpec(4, "uint", (1, 128))),
         ),
+        (
+            GPTQ | {"dynamic": {r"-:.*\.gate$": {}, "-:lm_head": {}}},
+            "LlamaForCausalLM",
+            None,
+            same("gptq", QuantSpec(4, "int", (1, 128)), r"re:.*\.gate$", "re:lm_head"),
+        ),
         (FP8_FIELDS, "DeepseekV4ForCausalLM", "fp4", Quantization("fp8", BLOCKS, FP4)),
         ({"quant_method": "mxfp4"}, "GptOssForCausalLM", None, Quantization("mxfp4", None, FP4)),
     ],
@@ -102,13 +109,33 @@ def test_a_quantization_is_read(
         (AWQ | {"zero_point": False}, "zero_point False"),
         (AWQ | {"group_size": -1}, "group_size -1"),
         (GPTQ | {"bits": 8}, "bits 8"),
-        (GPTQ | {"dynamic": {"-:lm_head": {}}}, "dynamic "),
+        (GPTQ | {"dynamic": {"-:lm_head": {}, "+:.*down": {"bits": 8}}}, "dynamic .* -: before each pattern is"),
+        (GPTQ | {"dynamic": [1]}, "dynamic "),
+        (GPTQ | {"dynamic": {"-:(": {}}}, "without an end"),
     ],
 )
 def test_what_is_not_supported_is_named(given: Any, fact: str) -> None:
     with pytest.raises(ModelError, match=fact) as refused:
         read_quantization(config(given), "LlamaForCausalLM")
     assert refused.value.param == "model"
+
+
+def test_a_file_of_modelopt_alone_counts_where_config_json_says_nothing(tmp_path: Path) -> None:
+    path = tmp_path / "hf_quant_config.json"
+    path.write_text(
+        '{"producer": {"name": "modelopt"}, "quantization": {"quant_algo": "FP8", "exclude_modules": ["lm_head"]}}'
+    )
+    raw = with_quantization({"hidden_size": 64}, tmp_path)
+    assert raw["hidden_size"] == 64
+    assert read_quantization(config(raw["quantization_config"]), "LlamaForCausalLM") == same(
+        "modelopt", TENSOR, "lm_head"
+    )
+    assert with_quantization({"quantization_config": AWQ}, tmp_path) == {"quantization_config": AWQ}
+    path.write_text('{"quantization": 5}')
+    with pytest.raises(ModelError, match="quant_algo None"):
+        read_quantization(config(with_quantization({}, tmp_path)["quantization_config"]), "LlamaForCausalLM")
+    path.unlink()
+    assert with_quantization({}, tmp_path) == {}
 
 
 def test_modules_are_ignored_by_name_by_part_and_by_pattern() -> None:

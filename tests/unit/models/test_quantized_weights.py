@@ -82,6 +82,17 @@ def test_every_value_of_a_format_is_read(tmp_path: Path, name: str, monkeypatch:
     assert torch.equal(found["head"], plain["lm_head.weight"].double())
 
 
+def test_weights_that_a_file_of_modelopt_alone_tells_of_stay_in_8_bits(tmp_path: Path) -> None:
+    plain = quantize_checkpoint(save_llama(tmp_path, num_hidden_layers=1, hidden_size=128), "modelopt")
+    path = tmp_path / "config.json"
+    fields = json.loads(path.read_text())
+    path.with_name("hf_quant_config.json").write_text(json.dumps({"quantization": fields.pop("quantization_config")}))
+    path.write_text(json.dumps(fields))
+    found = load(tmp_path)["layers.0.out"]
+    assert isinstance(found, QuantizedWeight)
+    assert torch.equal(values_of(found, torch.float64), plain["model.layers.0.self_attn.o_proj.weight"].double())
+
+
 @pytest.mark.parametrize("name", ["fp8", "channel", "gptq_v2"])
 def test_what_cannot_stay_quantized_is_spelled_out(tmp_path: Path, name: str) -> None:
     """One of three projections that are multiplied together is whole; the output head is quantized."""
