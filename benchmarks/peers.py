@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import math
 import socket
 import subprocess
 import sys
@@ -128,12 +129,18 @@ def others(sizes: Sizes, sessions: Path | None) -> dict[str, Workload]:
 def few_pages(sizes: Sizes) -> Setup:
     """Returns conversations in groups, of which the device holds a part and the host all."""
     case, tiers = sizes.conversations, sizes.tiers
-    pages, length, gib = tiers["kv_pages"], str(tiers["max_model_len"]), str(sizes.host_gib)
+    pages, length, gib = tiers["kv_pages"], str(tiers["max_model_len"]), f"{sizes.host_gib:g}"
     flags = {
         "hiserve": ("--kv-pages", str(pages), "--max-model-len", length, "--host-cache-gib", gib),
-        "vllm": ("--num-gpu-blocks-override", str(pages), "--max-model-len", length, "--kv-offloading-size", gib),
-        "sglang": ("--max-total-tokens", str(pages * DEVICE_PAGE), "--context-length", length, "--enable-hierarchical-cache"),
-    }  # fmt: skip
+        "vllm": (
+            *("--num-gpu-blocks-override", str(pages), "--max-model-len", length),
+            *("--kv-offloading-backend", "native", "--kv-offloading-size", gib),
+        ),
+        "sglang": (
+            *("--max-total-tokens", str(pages * DEVICE_PAGE), "--context-length", length),
+            *("--enable-hierarchical-cache", "--hicache-size", str(math.ceil(sizes.host_gib))),
+        ),
+    }
     said = {"num_conversations": case.conversations, "group_size": case.group, "num_rounds": case.turns}
     said |= {"conversation_length": case.history, "request_length": case.turn_input, "output_length": case.turn_output}
     title = f"{case.conversations} conversations of {case.history} over {pages} pages"
