@@ -85,6 +85,7 @@ def test_the_workloads_are_those_of_the_engine_and_of_its_users() -> None:
     assert chats == peers.Workload(
         "multiturn",
         {"num_clients": 4, "num_rounds": 2, "shared_length": 32, "request_length": 16, "output_length": 8},
+        bar=1.15,
     )
 
 
