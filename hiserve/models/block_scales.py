@@ -115,7 +115,9 @@ def multiply(weights: Scaled, param: str) -> None:
     for piece, scales, weight in weights:
         wide = torch.promote_types(weight.dtype, torch.float32)
         has_blocks = scales.dim() == 2 and scales.shape == _num_blocks(piece.shape)
-        rows, columns = (torch.arange(span.start, span.stop, device=scales.device) for span in map(piece.span, (0, 1)))
+        rows, columns = (
+            torch.cat([torch.arange(*span, device=scales.device) for span in piece.spans(dim)]) for dim in (0, 1)
+        )
         if has_blocks:
             rows, factors = rows // BLOCK, scales.index_select(1, columns // BLOCK)
         else:

@@ -18,7 +18,7 @@ from hiserve.models.model_config import ModelConfig
 from hiserve.models.names import Form, TensorSource, parameter_shape
 from hiserve.models.packed_rows import FP4
 from hiserve.models.reading import plan_chunks, read_chunks
-from hiserve.models.shard_weights import has_columns, held_parts, read_columns
+from hiserve.models.shard_weights import held_parts, is_scattered, read_scattered
 from hiserve.models.staging import cut_pieces, stage
 
 _DRAWN_SCALE = 0x78787878  # four exponents of 2**-7: numbers of random codes have a standard deviation of 0.02 then
@@ -125,8 +125,8 @@ def read_packed_experts(
             factors.append((piece.in_units(piece.source + SCALE_SUFFIX, BLOCK, BLOCK), scales[number]))
     held = held_parts(held, {"scales": tuple(piece for piece, _ in factors)})
     places += factors
-    read_chunks(plan_chunks([(held[piece.source], part) for piece, part in places if not has_columns(piece)]), device)
-    read_columns(held, [each for each in places if has_columns(each[0])])
+    read_chunks(plan_chunks([(held[piece.source], part) for piece, part in places if not is_scattered(piece)]), device)
+    read_scattered(held, [each for each in places if is_scattered(each[0])])
     _check_factors({each.pieces[0].source: made[name].scales for name, each in eights.items()}, param)
     fours = {name: _stored(each.pieces) for name, each in packed.items() if each.kind == "e2m1"}
     wanted = {name: {piece.source: held[piece.source] for piece in pieces} for name, pieces in fours.items()}

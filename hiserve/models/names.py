@@ -54,12 +54,17 @@ class Form(Enum):
 
 
 class Cut(NamedTuple):
-    """A part of a tensor along one dimension, or of each of several equal sections of that."""
+    """A part of a tensor along one dimension, or several parts."""
 
     dim: int
     begin: int
     end: int
-    num_sections: int = 1
+    others: tuple[tuple[int, int], ...] = ()  # begin and end of each further part
+
+    @property
+    def parts(self) -> tuple[tuple[int, int], ...]:
+        """Begin and end of each."""
+        return ((self.begin, self.end), *self.others)
 
 
 @dataclass(frozen=True, slots=True)
@@ -89,20 +94,18 @@ class TensorSource:
         """Rows of the parameter that it fills."""
         return self.part[0] if len(self.shape) == 1 else math.prod(self.part[:-1])
 
-    def span(self, dim: int) -> range:
-        """Returns the elements along a dimension that the parameter has, of a tensor without sections."""
-        return (
-            range(self.cut.begin, self.cut.end)
-            if self.cut is not None and self.cut.dim == dim
-            else range(self.shape[dim])
-        )
+    def spans(self, dim: int) -> tuple[tuple[int, int], ...]:
+        """Returns begin and end of each part that the parameter has along a dimension."""
+        return self.cut.parts if self.cut is not None and self.cut.dim == dim else ((0, self.shape[dim]),)
 
     def in_units(self, source: str, of_rows: int, of_columns: int) -> TensorSource:
         """Returns the tensor ``source``, which has an element for so many rows and columns of this matrix, and its part."""
         units, cut = (of_rows, of_columns), self.cut
         if cut is not None:
             unit = units[cut.dim]
-            assert cut.begin % unit == 0 == cut.end % unit, f"{self.source} is cut at {cut} in units of {unit}"
+            assert cut.begin % unit == 0 == cut.end % unit and not cut.others, (
+                f"{self.source} is cut at {cut} in units of {unit}"
+            )
             cut = Cut(cut.dim, cut.begin // unit, cut.end // unit)
         shape = tuple(-(-size // unit) for size, unit in zip(self.shape, units, strict=True))
         return TensorSource(source, shape, cut=cut)
@@ -112,8 +115,8 @@ class TensorSource:
         """Shape of the part that the parameter has."""
         if self.cut is None:
             return self.shape
-        dim, begin, end, num_sections = self.cut
-        return (*self.shape[:dim], num_sections * (end - begin), *self.shape[dim + 1 :])
+        size = sum(end - begin for begin, end in self.cut.parts)
+        return (*self.shape[: self.cut.dim], size, *self.shape[self.cut.dim + 1 :])
 
 
 def parameter_table(

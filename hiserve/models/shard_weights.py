@@ -20,9 +20,9 @@ from hiserve.models.names import TensorSource
 from hiserve.models.reading import TORCH_DTYPES
 
 
-def has_columns(piece: TensorSource) -> bool:
-    """Whether a parameter has some columns of a tensor, or parts of its matrices."""
-    return piece.cut is not None and piece.cut.dim > 0
+def is_scattered(piece: TensorSource) -> bool:
+    """Whether the part of a tensor that a parameter has lies in several places: columns, parts of matrices, of sections of rows."""
+    return piece.cut is not None and (piece.cut.dim > 0 or bool(piece.cut.others))
 
 
 def held_parts(
@@ -35,15 +35,17 @@ def held_parts(
     rows = {}
     for piece in (piece for pieces in table.values() for piece in pieces):
         tensor = held.get(piece.source)
-        if piece.cut is not None and piece.cut.dim == 0 and tensor is not None and tensor.shape == piece.shape:
+        if piece.cut is None or is_scattered(piece) or tensor is None:
+            continue
+        if tensor.shape == piece.shape:
             num_bytes = piece.num_elements // piece.shape[0] * TORCH_DTYPES[tensor.dtype].itemsize
             begin = tensor.begin + piece.cut.begin * num_bytes
             rows[piece.source] = msgspec.structs.replace(tensor, shape=piece.part, begin=begin)
     return {**held, **rows}
 
 
-def read_columns(held: Mapping[str, StoredTensor], wanted: Sequence[tuple[TensorSource, Tensor]]) -> None:
-    """Copies columns of tensors to their targets, on any device; raises as ``read_part``."""
+def read_scattered(held: Mapping[str, StoredTensor], wanted: Sequence[tuple[TensorSource, Tensor]]) -> None:
+    """Copies parts of tensors to their targets, on any device; raises as ``read_part``."""
     for piece, target in wanted:
         read_part(held[piece.source], piece, target)
 
@@ -63,9 +65,9 @@ def read_part(tensor: StoredTensor, piece: TensorSource, target: Tensor) -> None
         raise EOFError(f"{tensor.path.name} ends before byte {tensor.begin + size}") from None
     with torch.inference_mode():
         whole = torch.from_numpy(mapped).view(stored).view(piece.shape)
-        before, after = piece.shape[: cut.dim], piece.shape[cut.dim + 1 :]
-        sections = whole.view(*before, cut.num_sections, -1, *after).narrow(cut.dim + 1, cut.begin, cut.end - cut.begin)
-        target.view(*before, cut.num_sections, -1, *after).copy_(sections)
+        parts = target.view(piece.part).split_with_sizes([end - begin for begin, end in cut.parts], cut.dim)
+        for (begin, end), part in zip(cut.parts, parts, strict=True):
+            part.copy_(whole.narrow(cut.dim, begin, end - begin))
 
 
 def cut_whole(whole: Tensor, pieces: tuple[TensorSource, ...]) -> Tensor:
@@ -78,7 +80,7 @@ def cut_whole(whole: Tensor, pieces: tuple[TensorSource, ...]) -> Tensor:
             begin, end = cut.begin // 2, cut.end // 2
             part = torch.cat([each.narrow(cut.dim, begin, end - begin) for each in part.chunk(2, cut.dim)], cut.dim)
         elif cut is not None:
-            part = part.narrow(cut.dim, cut.begin, cut.end - cut.begin)
+            part = torch.cat([part.narrow(cut.dim, begin, end - begin) for begin, end in cut.parts], cut.dim)
         parts.append(part)
         start += num_rows
     return torch.cat(parts)

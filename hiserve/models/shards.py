@@ -7,6 +7,7 @@ output (Shoeybi et al., Megatron-LM, 2019); the vocabulary is cut by tokens. Nor
 from __future__ import annotations
 
 from dataclasses import replace
+from itertools import accumulate
 
 import msgspec
 
@@ -19,6 +20,9 @@ Table = dict[str, tuple[TensorSource, ...]]
 
 _HEADS, _INNER, _INNER_OF_EXPERTS, _INNER_OF_SHARED = "qkv", "gate_up", "experts_gate_up", "shared_gate_up"
 _HEADS_OF_LATENTS = ("latents", "latent_up", "query_up")  # latents themselves are whole everywhere, as are their pages
+# Rows by heads: of layers with states, and of attention with gates, where each head has its query before its gate.
+_EVEN = ("delta_in", "delta_qkvz", "delta_ba", "decay_rate", "decay_bias", "query_gate")
+_KEYS_AND_VALUES = "key_value"
 _TOKENS = ("embedding", "head")
 _COLUMNS = ("out", "down", "experts_down", "shared_down")
 _ONCE = ("out_bias", "down_bias", "experts_down_bias")  # added by the first rank alone
@@ -35,7 +39,6 @@ def refuse_unshardable(model: ModelConfig, size: int, *, name: str = "this model
     experts = model.experts
     foreign = {
         "compressed rows": model.compressed is not None,
-        "recurrent states": model.delta is not None or model.has_attention_gates,
     }
     if named := [feature for feature, is_there in foreign.items() if is_there]:
         raise ConfigError(
@@ -50,8 +53,9 @@ def refuse_unshardable(model: ModelConfig, size: int, *, name: str = "this model
         )
         if (unit := max(*_units(model), _expert_unit(model))) > 1:
             inner = f"{inner}, in groups of {unit}"
+        states = "" if model.delta is None else f", {model.delta.num_key_heads} of keys of states"
         raise ConfigError(
-            f"--tp is {size}, but {name} has {model.num_heads} heads, {model.num_kv_heads} of keys and values, and MLPs of width "
+            f"--tp is {size}, but {name} has {model.num_heads} heads, {model.num_kv_heads} of keys and values{states}, and MLPs of width "
             f"{inner}. Use one of {', '.join(map(str, allowed))}.",
             param="tp",
         )
@@ -78,7 +82,11 @@ def _divides(model: ModelConfig, size: int) -> bool:
     if experts is not None and (experts.intermediate_size % (size * _expert_unit(model)) or experts.shared_size % size):
         return False
     by_rows, by_columns = [], [heads // size * (model.head_dim if model.latent is None else model.latent.value_dim)]
-    if model.latent is None:
+    if model.delta is not None:
+        by_columns.append(model.delta.value_size // size)
+        if model.delta.num_key_heads % size:
+            return False
+    elif model.latent is None:
         by_rows += [by_columns[0], max(1, keys // size) * model.head_dim]
     if experts is None or experts.num_layers(model.num_layers) < model.num_layers:
         by_rows.append(model.intermediate_size // size)
@@ -96,8 +104,13 @@ def local_config(model: ModelConfig, shard: Shard) -> ModelConfig:
     if experts is not None:
         sizes = {name: getattr(experts, name) // shard.size for name in ("intermediate_size", "shared_size")}
         experts = msgspec.structs.replace(experts, **sizes)
+    delta = model.delta
+    if delta is not None:
+        sizes = {name: getattr(delta, name) // shard.size for name in ("num_key_heads", "num_value_heads")}
+        delta = msgspec.structs.replace(delta, **sizes)
     return msgspec.structs.replace(
         model,
+        delta=delta,
         num_heads=model.num_heads // shard.size,
         num_kv_heads=max(1, model.num_kv_heads // shard.size),
         intermediate_size=model.intermediate_size // shard.size,
@@ -135,12 +148,7 @@ def cut_table(table: Table, model: ModelConfig, shard: Shard) -> Table:
 def _cut(name: str, index: int, piece: TensorSource, model: ModelConfig, shard: Shard) -> Cut | None:
     """Returns the part of a parameter's tensor, the ``index``-th stacked in it; None is all of it."""
     if name in (*_COLUMNS, _INNER_OF_EXPERTS) and (piece.form is not Form.PLAIN or len(piece.shape) != 2):
-        if piece.form in (Form.TRANSPOSED, Form.MXFP4):
-            dim = 1 if (name == _INNER_OF_EXPERTS) == (piece.form is Form.MXFP4) else 2
-            return Cut(dim, *shard.part(piece.shape[dim]))
-        if name == _INNER_OF_EXPERTS:  # gates of an expert, then ups
-            return Cut(1, *shard.part(piece.shape[1] // 2), 2)
-        return Cut(2, *shard.part(piece.shape[2]))
+        return _cut_of_matrices(name == _INNER_OF_EXPERTS, piece, shard)
     if name in _COLUMNS:
         return Cut(1, *shard.part(piece.shape[1]))
     if name == "sinks":
@@ -148,20 +156,41 @@ def _cut(name: str, index: int, piece: TensorSource, model: ModelConfig, shard: 
     if name == _INNER_OF_EXPERTS + "_bias":
         return Cut(1, *shard.part(piece.shape[1]))
     rows = name.removesuffix("_bias")
-    if rows == _HEADS:
-        heads = shard.part(model.num_heads) if index == 0 else shard.kv_heads(model.num_kv_heads)
+    if rows in (_HEADS, _KEYS_AND_VALUES):
+        is_query = rows == _HEADS and index == 0
+        heads = shard.part(model.num_heads) if is_query else shard.kv_heads(model.num_kv_heads)
         return Cut(0, heads[0] * model.head_dim, heads[1] * model.head_dim)
+    if model.delta is not None and (name == "delta_conv" or (name == "delta_in" and index == 0)):
+        keys = model.delta.num_key_heads * model.delta.key_dim
+        return _sections(0, shard, keys, keys, model.delta.value_size)
     if name in _HEADS_OF_LATENTS and model.latent is not None:
         if name == "latents" and (index or model.latent.query_rank is not None):
             return None
-        first, last = shard.part(model.num_heads)
-        width = piece.shape[0] // model.num_heads
-        return Cut(0, first * width, last * width)
-    if rows in (_INNER, _INNER_OF_EXPERTS, _INNER_OF_SHARED):
+        return Cut(0, *shard.part(piece.shape[0]))
+    if name in _EVEN or rows in (_INNER, _INNER_OF_EXPERTS, _INNER_OF_SHARED):
         return Cut(0, *shard.part(piece.shape[0]))
     if name in _TOKENS:
         return Cut(0, *shard.tokens(piece.shape[0]))
     return None
+
+
+def _cut_of_matrices(is_inner: bool, piece: TensorSource, shard: Shard) -> Cut:
+    """Returns the part of all experts in one tensor: of gates and ups if ``is_inner``, or of the projections back."""
+    if piece.form in (Form.TRANSPOSED, Form.MXFP4):
+        dim = 1 if is_inner == (piece.form is Form.MXFP4) else 2
+        return Cut(dim, *shard.part(piece.shape[dim]))
+    if is_inner:  # gates of an expert, then ups
+        return _sections(1, shard, *[piece.shape[1] // 2] * 2)
+    return Cut(2, *shard.part(piece.shape[2]))
+
+
+def _sections(dim: int, shard: Shard, *sizes: int) -> Cut:
+    """Returns the part of each of several sections, which lie behind each other."""
+    starts = accumulate(sizes, initial=0)
+    first, *others = (
+        (start + part[0], start + part[1]) for start, part in zip(starts, map(shard.part, sizes), strict=False)
+    )
+    return Cut(dim, *first, tuple(others))
 
 
 def _stacked(pieces: list[TensorSource]) -> tuple[TensorSource, ...]:

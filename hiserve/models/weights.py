@@ -37,7 +37,7 @@ from hiserve.models.quantize import MADE
 from hiserve.models.quantized_names import kept_specs, read_name
 from hiserve.models.quantized_weights import read_kept, spell_out
 from hiserve.models.reading import plan_chunks, read_chunks
-from hiserve.models.shard_weights import cut_quantized, cut_whole, has_columns, held_parts, read_columns
+from hiserve.models.shard_weights import cut_quantized, cut_whole, held_parts, is_scattered, read_scattered
 from hiserve.models.shards import cut_table
 from hiserve.models.tensor_checks import check_tensor, compare
 
@@ -177,11 +177,11 @@ def read_parameters(
     unpacked = [each for each in places if held[each[0].source].dtype == FP4]
     places = [each for each in places if held[each[0].source].dtype != FP4]
     scaled = scaled_weights(held, places, device)
-    targets = [(held[piece.source], part) for piece, part in places if not has_columns(piece)]
+    targets = [(held[piece.source], part) for piece, part in places if not is_scattered(piece)]
     targets += [(held[piece.source + SCALE_SUFFIX], scales) for piece, scales, _ in scaled]
     with _reading_errors(param):
         read_chunks(plan_chunks(targets), device)
-        read_columns(held, [each for each in places if has_columns(each[0])])
+        read_scattered(held, [each for each in places if is_scattered(each[0])])
         multiply(scaled, param)
         read_packed(held, unpacked, device)
         read_converted(held, rest, parameters, device)

@@ -50,6 +50,7 @@ from tests.helpers.models import save_family
 from tests.helpers.packed_models import pack_gpt_oss
 from tests.helpers.rank_threads import rank_threads
 from tests.helpers.segment_name import segment_name
+from tests.helpers.state_models import save_with_head
 from tests.helpers.tiered import check_whole, counts_of, engine_of, leave_device, rest
 from tests.helpers.transfers import hold_copies
 from tests.helpers.widening import some
@@ -236,6 +237,30 @@ def test_a_group_has_the_tokens_of_one_with_latents(
         )
     assert found[0] == found[1]
     assert sum(cached.num_tokens for *_, cached in found[0][1]) > 0
+
+
+@pytest.mark.parametrize(
+    ("family", "size"),
+    some(product(("qwen3_5_text", "qwen3_5_moe_text", "qwen3_next"), (2, 4)), ("qwen3_5_moe_text", 2)),
+)
+def test_a_group_has_the_tokens_of_one_with_states(family: str, size: int, tmp_path: Path) -> None:
+    """Each rank has the states of its heads, and its part of snapshots, from which prompts that come again go on."""
+    save = save_family if family == "qwen3_next" else save_with_head
+    save(family, tmp_path, vocab_size=window_models.VOCAB, linear_num_key_heads=4, linear_num_value_heads=8)
+    shutil.copy(find_model(NANO) / "tokenizer.json", tmp_path)
+    options: dict[str, Any] = (
+        SETTINGS | pool(16) | {"model": str(tmp_path), "host_cache_gib": 0.02, "max_model_len": 96}
+    )
+    options |= {"spec": "off"} if save is save_family else {"spec": "mtp", "spec_steps": 1}
+    found = []
+    for ranks in (1, size):
+        with rank_threads(), LLM(**options, tp=ranks) as llm:
+            first = llm.generate(work().prompts, work().sampling)
+            leave_device(llm)
+            again = llm.generate(work().prompts, work().sampling)
+        assert sum(each.cached.host for each in again) > 0
+        found.append([(each.outputs[0].token_ids, each.outputs[0].drafts) for each in (*first, *again)])
+    assert found[0] == found[1]
 
 
 def test_a_group_finds_what_a_group_of_its_size_has_stored(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

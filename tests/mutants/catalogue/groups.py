@@ -29,10 +29,10 @@ with shard_weights.cut_whole, test_shards.test_all_experts_in_one_tensor_are_cut
     "S1: the first rank has all gates of an expert, and no rows of up"
     cut is not None and piece.is_interleaved
     False
-with shards._cut, test_shards.test_all_experts_in_one_tensor_are_cut_inside["auto"]:
+with shards._cut_of_matrices, test_shards.test_all_experts_in_one_tensor_are_cut_inside["auto"]:
     "S1: experts in groups of numbers are cut by the other dimension"
-    (name == _INNER_OF_EXPERTS) == (piece.form is Form.MXFP4)
-    name == _INNER_OF_EXPERTS
+    is_inner == (piece.form is Form.MXFP4)
+    is_inner
 with shard_weights.cut_quantized, test_shards.test_quantized_weights_are_cut_with_their_scales["blocks"]:
     "S1: a rank multiplies its columns by the scales of others"
     _part_of(weight.scales, pieces, max(1, of_rows), of_columns)
@@ -41,14 +41,22 @@ with weights.draw_parameters, test_shards.test_weights_that_become_quantized_hav
     "S1: each rank rounds its columns by its own largest value"
     cut_quantized(quantize(one[name], kept[name]), cut[name], param="model")
     quantize(cut_whole(one[name], cut[name]), kept[name])
-with shards._cut, test_shards.test_plain_experts_in_one_tensor_are_cut_inside:
+with shards._cut_of_matrices, test_shards.test_plain_experts_in_one_tensor_are_cut_inside:
     "S1: the first rank has all gates of an expert, and no ups"
-    Cut(1, *shard.part(piece.shape[1] // 2), 2)
+    _sections(1, shard, *[piece.shape[1] // 2] * 2)
     Cut(1, *shard.part(piece.shape[1]))
 with shards._cut, test_shards.test_heads_of_latents_are_shared_out["24-auto"]:
     "S1: latents of queries are cut like heads"
     index or model.latent.query_rank is not None
     index
+with shards._sections, test_shards.test_heads_of_states_are_shared_out["qwen3_5_text-fp8"]:
+    "S1: each rank has its queries of states, and keys and values of the first rows"
+    start + part[0]
+    part[0]
+with block_scales.multiply, test_shards.test_heads_of_states_are_shared_out["qwen3_5_text-fp8"]:
+    "S1: keys and values of states are multiplied by the scales of other rows"
+    piece.spans(dim)
+    piece.spans(dim)[:1] * len(piece.spans(dim))
 with decoder.adding_exchange, test_tensor_parallel.test_a_group_has_the_tokens_of_one_with_windows["gemma3_text-2"]:
     "S1: outputs that are whole are summed again"
     config.has_out_norms
@@ -138,8 +146,8 @@ with shard_weights.held_parts, test_shards.test_packed_rows_that_are_spelled_out
     True
 with block_scales.multiply, test_shards.test_heads_of_latents_in_8_bits_may_end_within_a_block:
     "S1: a rank multiplies its rows by the scales of the first ones"
-    span.start
-    0
+    torch.arange(*span, device=scales.device)
+    torch.arange(span[1] - span[0], device=scales.device)
 with names.TensorSource.in_units, test_expert_weights.test_a_rank_has_its_part_of_packed_numbers_and_their_scales["v3"]:
     "S1: packed experts of a rank have the scales of the first one"
     cut.begin // unit

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -153,6 +154,37 @@ def test_heads_of_latents_in_8_bits_may_end_within_a_block(tmp_path: Path) -> No
             assert torch.equal(share["layers.1." + name], whole["layers.1." + name][rows * rank : rows * (rank + 1)])
 
 
+@pytest.mark.parametrize(("family", "stored"), [("qwen3_5_text", "fp8"), ("qwen3_next", "dummy")])
+def test_heads_of_states_are_shared_out(tmp_path: Path, family: str, stored: str) -> None:
+    """Of 2 heads of queries and keys, with values of two or three heads each; and attention whose heads have their query before their gate."""
+    save_family(family, tmp_path)
+    if stored == "fp8":
+        quantize_checkpoint(tmp_path, "channel", lambda source: "in_proj_qkv" in source)
+    config = read_model_config(tmp_path)
+    whole, shares = whole_and_shares(tmp_path, "dummy" if stored == "dummy" else "auto", 2)
+    delta = config.delta
+    assert delta is not None and delta.num_key_heads == 2
+    keys, values, heads = delta.num_key_heads * delta.key_dim, delta.value_size, delta.num_value_heads
+    for rank, share in enumerate(shares):
+        sizes = {"delta_conv": (keys, keys, values), "decay_rate": (heads,), "decay_bias": (heads,)}
+        rows = (keys, keys, values, heads, heads, values)
+        sizes |= (
+            {"delta_qkvz": (sum(rows[:3]) + values,), "delta_ba": (2 * heads,)}
+            if delta.is_interleaved
+            else {"delta_in": rows}
+        )
+        for name, parts in sizes.items():
+            expected = [part.chunk(2)[rank] for part in sections(whole["layers.0." + name], *parts)]
+            assert torch.equal(share["layers.0." + name], torch.cat(expected)), name
+        assert torch.equal(share["layers.0.out"], whole["layers.0.out"].chunk(2, 1)[rank])
+        assert torch.equal(share["layers.0.delta_gain"], whole["layers.0.delta_gain"])
+        full = f"layers.{max(set(range(config.num_layers)) - delta.layers)}."
+        assert torch.equal(share[full + "query_gate"], whole[full + "query_gate"].chunk(2)[rank])
+        key_value = whole[full + "key_value"].view(2, 2, config.num_kv_heads // 2 * config.head_dim, -1)[:, rank]
+        assert torch.equal(share[full + "key_value"], key_value.flatten(0, 1))
+        assert torch.equal(share[full + "q_norm"], whole[full + "q_norm"])
+
+
 @pytest.mark.parametrize("kind", ["eagle3", "mtp"])
 def test_draft_heads_are_cut_like_layers(kind: str) -> None:
     folder = find_model("hiserve-nano")
@@ -178,18 +210,17 @@ def test_a_file_that_was_cut_short_is_reported_for_columns_too(tmp_path: Path) -
         load_parameters(tmp_path, config, torch.float32, CPU, "auto", Shard(1, 2))
 
 
-@pytest.mark.parametrize("family", ["llama", "deepseek_v3"])
+@pytest.mark.parametrize("family", ["llama", "deepseek_v3", "qwen3_5_moe_text"])
 def test_facts_of_a_share_are_those_of_its_parameters(tmp_path: Path, family: str) -> None:
     """Pages hold a rank's keys and values, or whole latents."""
-    if family == "llama":
-        save_llama(tmp_path)
-    else:
-        save_latent(family, tmp_path)
+    {"llama": save_llama, "deepseek_v3": partial(save_latent, family)}.get(family, partial(save_family, family))(
+        tmp_path
+    )
     config = read_model_config(tmp_path)
     facts = model_facts(make_options(tp=2, spec="off"), tmp_path, config)
     first = load_parameters(tmp_path, config, torch.float32, CPU, "auto", Shard(0, 2))
     assert facts.num_params == sum(each.numel() for each in first.values())
-    assert facts.slot_elements == config.slot_elements // (2 if family == "llama" else 1)
+    assert facts.slot_elements == config.slot_elements // (1 if family == "deepseek_v3" else 2)
 
 
 @pytest.mark.parametrize(
@@ -197,7 +228,7 @@ def test_facts_of_a_share_are_those_of_its_parameters(tmp_path: Path, family: st
     [
         ("gpt-oss-20b-mxfp4", 4, "MLPs of width 2880 and 2880, in groups of 32. Use one of 1, 2."),
         ("v3-like", 3, "128 heads"),
-        ("qwen3.5-35b-a3b", 2, "recurrent states"),
+        ("qwen3.5-35b-a3b", 3, "16 of keys of states"),
         ("v4-flash-like", 2, "compressed rows"),
         ("llama-8b", 3, "Use one of 1, 2, 4, 8, 16, 32."),
         ("llama-8b", 64, "32 heads"),
@@ -234,9 +265,10 @@ def test_no_rank_has_a_part_of_a_block_or_of_a_column_of_the_shared_expert() -> 
 
 
 @pytest.mark.parametrize(
-    ("shape", "size"), [("gpt-oss-20b", 4), ("gpt-oss-20b-mxfp4", 2), ("gemma-3-27b", 8), ("v3-like", 8)]
+    ("shape", "size"),
+    [("gpt-oss-20b", 4), ("gpt-oss-20b-mxfp4", 2), ("gemma-3-27b", 8), ("v3-like", 8), ("qwen3.5-35b-a3b", 4)],
 )
-def test_models_with_windows_or_latents_are_computed_by_groups(shape: str, size: int) -> None:
+def test_models_with_windows_latents_or_states_are_computed_by_groups(shape: str, size: int) -> None:
     refuse_unshardable(shape_config(shape), size)
 
 
