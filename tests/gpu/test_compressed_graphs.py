@@ -12,7 +12,7 @@ import torch
 
 from hiserve import LLM, SamplingParams
 from hiserve.models.model_config import NANO, find_model
-from tests.helpers.compressed_models import add_stream_head, save_compressed
+from tests.helpers.compressed_models import RELEASED, add_stream_head, save_compressed
 from tests.helpers.compressed_oracle import expected_logits, prompts_of
 from tests.helpers.latent_models import INDEXED, save_with_mtp
 from tests.helpers.models import Engine
@@ -97,6 +97,20 @@ def test_every_token_is_the_likeliest_with_packed_rows(
     """Without logits of transformers, which has no such rows; prefixes come back from the host, too."""
     folder = saved(name, tmp_path_factory.mktemp("packed"))
     check(folder, NEAR_PACKED, spec=spec, graphs=graphs, kv_dtype="fp8", host_cache_gib=0.02, kv_pages=40)
+
+
+@pytest.mark.parametrize("spec", ["off", "mtp"])
+def test_long_replies_with_released_ratios(tmp_path: Path, spec: str) -> None:
+    """4,086 tokens and 500 more, and 5,200: one graph crosses 4,096, where the index has 1,024 rows, beside an index that saturates."""
+    add_stream_head(save_compressed(tmp_path, **RELEASED))
+    asked, num_new = prompts_of(4086, 5200, 2040), (500, 40, 40)
+    sampling = [SamplingParams(temperature=0.0, max_tokens=count, ignore_eos=True) for count in num_new]
+    sizes = {"page_size": 128, "max_model_len": 5376, "max_running_requests": 4, "max_batched_tokens": 2048}
+    with LLM(str(tmp_path), **SETTINGS | DRAFTS[spec] | sizes | {"graphs": "all"}) as llm:
+        replies = [tuple(each.outputs[0].token_ids) for each in llm.generate(asked, sampling)]
+    for prompt, reply in zip(asked, replies, strict=True):
+        worse, place = shortfall(tmp_path, tuple(prompt), reply)
+        assert worse < NEAR, f"prompt of {len(prompt)} tokens, token {place}"
 
 
 def check(folder: Path, near: float, *, spec: str, **settings: Any) -> None:

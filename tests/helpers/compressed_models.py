@@ -55,6 +55,16 @@ SHAPE: dict[str, Any] = {
     "eos_token_id": None,
     "bos_token_id": None,
 }
+# Window, ratios and limit of the index as released; in three layers, each of another kind.
+RELEASED: dict[str, Any] = {
+    "num_hidden_layers": 3,
+    "layer_types": [SPARSE, WINDOW, HEAVY],
+    "mlp_layer_types": ["moe", "moe", "hash_moe"],
+    "sliding_window": 128,
+    "compress_rates": {SPARSE: 4, HEAVY: 128},
+    "index_topk": 512,
+    "max_position_embeddings": 8192,
+}
 
 
 def save_compressed(folder: Path, *, save: dict[str, Any] | None = None, **overrides: Any) -> Path:

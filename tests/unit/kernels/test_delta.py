@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib
 import random
+from itertools import pairwise
 from typing import Any
 
 import pytest
@@ -76,6 +77,39 @@ def test_chunks_and_rejected_drafts_change_no_bit_with_the_least_ring(max_q: int
     for seed in range(3):
         out = generate(layer, inputs, random.Random(seed), max_q)
         assert torch.equal(out, whole), f"seed {seed}: {(out - whole).abs().max()}"
+
+
+def each_after_each(kinds: list[tuple[int, int]]) -> list[tuple[int, int]]:
+    """Returns kinds of steps in an order in which each follows each once, itself too."""
+    left = {kind: list(kinds) for kind in kinds}
+    walk, order = [kinds[0]], list[tuple[int, int]]()
+    while walk:  # Hierholzer: the circuit is whole once nothing leaves its ends
+        if left[walk[-1]]:
+            walk.append(left[walk[-1]].pop())
+        else:
+            order.append(walk.pop())
+    return order[::-1]
+
+
+def test_every_rejection_behind_every_other_leaves_the_state_of_plain_decoding() -> None:
+    """H6: what a step replays depends on the drafts of the step before. (drafts, of which right); (-1, n) is a chunk of n."""
+    torch.manual_seed(11)
+    kinds = [(drafts, right) for drafts in range(4) for right in range(drafts + 1)] + [(-1, 2), (-1, 5)]
+    order = each_after_each(kinds)
+    assert len(order) == len(kinds) ** 2 + 1 and len(set(pairwise(order))) == len(kinds) ** 2
+    inputs = random_inputs(sum(1 + right for _, right in order) + 8, SHAPE, F64)
+    layer = new_layer(4 + TAPS - 2)
+    wanted, states = plain(inputs, layer.weights, SHAPE)
+    computed = state_len = 0
+    for num_draft, num_right in order:
+        num_draft, num_certain = (0, num_right) if num_draft < 0 else (num_draft, 1)
+        num_kept = num_certain if num_certain > 1 else 1 + num_right
+        fed = inputs[computed : computed + num_certain + num_draft].clone()
+        fed[num_kept:] = random_inputs(len(fed) - num_kept, SHAPE, F64)
+        (out,) = layer.step([Chunk(1, computed, state_len, fed, num_draft)])
+        assert_close(out[:num_kept], wanted[computed : computed + num_kept], rtol=0, atol=1e-12)
+        state_len, computed = computed + num_certain, computed + num_kept
+        assert_close(layer.pools.state[1], states[state_len - 1], rtol=0, atol=1e-12)
 
 
 @pytest.mark.parametrize("max_q", [2, 3, 6])
