@@ -305,10 +305,16 @@ def _build(
 
 
 def _adopt(host: HostPool, follower: Follower, orders: queue.SimpleQueue[ToRank]) -> None:
-    """Keeps the host pages of a former group that all ranks have."""
+    """Keeps the host pages of a former group that all ranks have.
+
+    Raises:
+        EngineError: The first rank could not start.
+    """
     held = hold_pages(host)
     follower.say(held)
     order = orders.get()
+    if isinstance(order, StopRank):
+        raise EngineError("the first rank has ended before it served.")
     assert isinstance(order, Adopt), f"{type(order).__name__} after HeldPages"
     keep_pages(host, held, order.pages)
     host.recover()  # without those whose history is not everywhere
