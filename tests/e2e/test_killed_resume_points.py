@@ -1,6 +1,6 @@
 """A worker killed by SIGKILL leaves its resume points to its successor: history and tails, each whole, and the same tokens.
 
-Tails have window pages, or snapshots of recurrent states. Exact, in float64, against an engine that keeps all pages of all
+Tails have window pages, snapshots of recurrent states or of rings, or both. Exact, in float64, against an engine that keeps all pages of all
 layers and reuses none.
 """
 
@@ -10,7 +10,8 @@ import asyncio
 import os
 import shutil
 import signal
-from collections.abc import AsyncIterator, Iterator
+from collections import Counter
+from collections.abc import AsyncIterator, Callable, Iterator
 from contextlib import asynccontextmanager
 from functools import lru_cache
 from pathlib import Path
@@ -28,11 +29,13 @@ from hiserve.core.digest import chain, namespace_digest, pack_tokens
 from hiserve.core.usage import CacheUse
 from hiserve.models.model_config import NANO, find_model
 from hiserve.scheduler.client import EngineClient
+from tests.helpers.compressed_models import add_stream_head, save_compressed
 from tests.helpers.forks import forked_engines
 from tests.helpers.models import save_family
 from tests.helpers.processes import wait_dead
 from tests.helpers.segment_name import segment_name
 from tests.helpers.settings import identified
+from tests.helpers.state_models import save_with_head
 from tests.helpers.waiting import until
 from tests.helpers.widening import some
 from tests.helpers.window_models import SETTINGS, VOCAB, WINDOW, add_mtp, save_windows
@@ -63,6 +66,12 @@ def folders(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
     return add_mtp(save_windows(windows)), states
 
 
+AMIDST: dict[str, dict[str, Any]] = {
+    "qwen3_5_text": {"spec_steps": 3, "window_pages": "auto"},
+    "deepseek_v4": {"spec_steps": 2, "window_pages": "auto", "page_size": 16},
+}
+
+
 @pytest.fixture
 def name() -> Iterator[str]:
     with segment_name() as name:
@@ -86,15 +95,23 @@ def expected(folder: Path) -> tuple[list[list[int]], list[list[int]]]:
         return first, [list(each.outputs[0].token_ids) for each in llm.generate(next_turns(first), SAMPLING)]
 
 
-async def ask(client: EngineClient, asked: list[list[int]]) -> tuple[list[list[int]], list[CacheUse]]:
-    """Asks all at once; returns the tokens of each, and what came from where."""
+async def ask(
+    client: EngineClient,
+    asked: list[list[int]],
+    sampling: list[SamplingParams] = SAMPLING,
+    said: Callable[[int], object] = bool,
+) -> tuple[list[list[int]], list[CacheUse]]:
+    """Asks all at once; returns the tokens of each, and what came from where; ``said`` is told whenever a request says something."""
 
-    async def one(prompt: list[int], sampling: SamplingParams) -> tuple[list[int], CacheUse]:
-        deltas = [delta async for delta in client.generate(np.array(prompt, dtype=np.int32), sampling)]
-        assert deltas[0].cached is not None
-        return [token for delta in deltas for token in delta.tokens], deltas[0].cached
+    async def one(number: int) -> tuple[list[int], CacheUse]:
+        tokens, cached = list[int](), list[CacheUse]()
+        async for delta in client.generate(np.array(asked[number], dtype=np.int32), sampling[number]):
+            tokens += delta.tokens
+            cached += [delta.cached] if delta.cached is not None else []
+            said(number)
+        return tokens, cached[0]
 
-    replies = await asyncio.gather(*(one(*each) for each in zip(asked, SAMPLING, strict=True)))
+    replies = await asyncio.gather(*map(one, range(len(asked))))
     return [tokens for tokens, _ in replies], [cached for _, cached in replies]
 
 
@@ -154,3 +171,32 @@ async def test_the_successor_of_a_killed_worker_goes_on_at_its_resume_points(
         num_tail_pages = [min(len(each) // page_size, -(-num_seen // page_size)) for each in settled]
         assert worker.incarnation == 2 and loads.num_fulfilled == loads.num_wanted
         assert loads.num_fulfilled >= sum(each.host for each in cached) // page_size + sum(num_tail_pages)
+
+
+@pytest.mark.parametrize("family", some(AMIDST, "qwen3_5_text"))
+async def test_a_worker_killed_amidst_drafts_and_snapshots_costs_no_token(family: str, tmp_path: Path) -> None:
+    """H5, H14: each row has drafts in flight and has stored snapshots; its successor knows what was said, and no state."""
+    torch.set_num_threads(1)
+    if family == "deepseek_v4":
+        add_stream_head(save_compressed(tmp_path, vocab_size=VOCAB))
+    else:
+        save_with_head(family, tmp_path, vocab_size=VOCAB)
+        shutil.copy(find_model(NANO) / "tokenizer.json", tmp_path)
+    sampling = [
+        SamplingParams(temperature=0.9 * (row % 2), seed=row, max_tokens=48, ignore_eos=True)
+        for row in range(len(LENGTHS))
+    ]
+    plain = SETTINGS | {"window_pages": 0, "disable_prefix_cache": True, "page_size": 16, "kv_pages": 60}
+    with LLM(model=str(tmp_path), **plain) as llm:
+        expected = [list(each.outputs[0].token_ids) for each in llm.generate(prompts(), sampling)]
+    options = {"spec": f"mtp:{tmp_path}", "overlap": 1, "tail_every": 16, "tail_share": 0.6} | AMIDST[family]
+    async with engine(model=str(tmp_path), **options) as (client, _):
+        num_said = Counter[int]()
+        replies = asyncio.create_task(ask(client, prompts(), sampling, lambda number: num_said.update([number])))
+        await until(lambda: len(num_said) == len(LENGTHS) and min(num_said.values()) > 2)
+        (worker,) = (await client.status()).workers
+        assert client.num_inflight == len(LENGTHS)
+        os.kill(worker.pid, signal.SIGKILL)
+        assert (await replies)[0] == expected
+        (worker,) = (await client.status()).workers
+        assert worker.incarnation == 2
