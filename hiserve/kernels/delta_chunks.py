@@ -20,6 +20,7 @@ from hiserve.kernels.launch import await_previous, early_launch, start_next
 
 _CHUNK = DELTA_CHUNK  # a power of 2, 16 at least
 _NUM_WARPS = 4
+_LEAST_BLOCK = tl.constexpr(16)  # rows of a block that is inverted by products of its own
 _PRECISION = tl.constexpr("tf32")  # of products in float32: 10 bits, three more than bfloat16 has
 
 
@@ -114,11 +115,23 @@ def _solve_chunks(  # type: ignore[no-untyped-def]
 
 @triton.jit
 def _inverse(lower, CHUNK: tl.constexpr):  # type: ignore[no-untyped-def]
-    """Returns the inverse of I + L. That of a pair of blocks has ``-D2 L21 D1`` below the inverses D1 and D2 of the two."""
+    """Returns the inverse of I + L. That of a pair of blocks has ``-D2 L21 D1`` below the inverses D1 and D2 of the two.
+
+    Up to blocks of 16 those on the diagonal alone are multiplied, side by side: each by one warp, which waits for no other.
+    """
+    NUM: tl.constexpr = CHUNK // _LEAST_BLOCK
+    near, block = tl.arange(0, _LEAST_BLOCK), tl.arange(0, NUM)
+    is_own = block[:, None, None, None] == block[None, None, :, None]
+    own = tl.sum(tl.where(is_own, lower.reshape(NUM, _LEAST_BLOCK, NUM, _LEAST_BLOCK), 0.0), 2)
+    pair = (near[:, None] ^ near[None, :])[None, :, :]
+    made = tl.where(pair == 0, 1.0, tl.where(pair == 1, -own, 0.0))
+    for level in tl.static_range(1, 4):
+        below = tl.where((pair >> level) == 1, own, 0.0)
+        made -= tl.dot(tl.dot(made, below, input_precision=_PRECISION), made, input_precision=_PRECISION)
+    made = tl.where(is_own, made[:, :, None, :], 0.0).reshape(CHUNK, CHUNK)
     index = tl.arange(0, CHUNK)
     pair = index[:, None] ^ index[None, :]
-    made = tl.where(pair == 0, 1.0, tl.where(pair == 1, -lower, 0.0))
-    for level in tl.static_range(1, 7):
+    for level in tl.static_range(4, 7):
         if (1 << level) < CHUNK:
             below = tl.where((pair >> level) == 1, lower, 0.0)
             made -= tl.dot(tl.dot(made, below, input_precision=_PRECISION), made, input_precision=_PRECISION)
