@@ -95,21 +95,23 @@ def _solve_chunks(  # type: ignore[no-untyped-def]
         mine = heads + entry[:, None] * SIZES.num_channels
         q_place = mine + (head // (SIZES.num_value_heads // SIZES.num_key_heads) * SIZES.key_dim + key)
         q, k = tl.load(q_place, mask=is_live, other=0.0), tl.load(q_place + all_keys, mask=is_live, other=0.0)
-        v = tl.load(mine + 2 * all_keys + head * SIZES.value_dim + value, mask=is_live, other=0.0)
         factor = factors + entry * (2 * SIZES.num_value_heads) + head
         write = tl.load(factor, mask=low + index < high, other=0.0)
         faded = tl.cumsum(tl.load(factor + SIZES.num_value_heads, mask=low + index < high, other=0.0), 0)
         # Of the logarithms none is positive: no exponential overflows.
         gaps = tl.where(index[:, None] >= index[None, :], faded[:, None] - faded[None, :], -float("inf"))
         shrink = tl.exp(gaps)
-        alike = tl.dot(k, tl.trans(k), input_precision=_PRECISION) * shrink * write[:, None]
-        inverse = _inverse(tl.where(index[:, None] > index[None, :], alike, 0.0), CHUNK)
         share = tl.dot(q, tl.trans(k), input_precision=_PRECISION) * shrink
         place = entry * SIZES.num_value_heads + head
         tl.store(reads + place[:, None] * CHUNK + index, share.to(reads.dtype.element_ty), mask=is_live)
-        made = tl.dot(inverse, k * (write * tl.exp(faded))[:, None], input_precision=_PRECISION)
+        alike = tl.dot(k, tl.trans(k), input_precision=_PRECISION) * shrink * write[:, None]
+        inverse = _inverse(tl.where(index[:, None] > index[None, :], alike, 0.0), CHUNK)
+        # Factors of inputs are those of columns: inputs stay as they were read, and a product rounds once.
+        share = (inverse * (write * tl.exp(faded))[None, :]).to(k.dtype)
+        made = tl.dot(share, k, input_precision=_PRECISION)
         tl.store(keys + place[:, None] * SIZES.key_dim + key, made.to(keys.dtype.element_ty), mask=is_live)
-        made = tl.dot(inverse, v * write[:, None], input_precision=_PRECISION)
+        v = tl.load(mine + 2 * all_keys + head * SIZES.value_dim + value, mask=is_live, other=0.0)
+        made = tl.dot((inverse * write[None, :]).to(v.dtype), v, input_precision=_PRECISION)
         tl.store(values + place[:, None] * SIZES.value_dim + value, made.to(values.dtype.element_ty), mask=is_live)
 
 
