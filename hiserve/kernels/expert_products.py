@@ -116,24 +116,24 @@ def _product_kernel(  # type: ignore[no-untyped-def]
     expert, start, end, num_blocks = find_block(ends, num_experts, block, EXPERTS, ROWS)
     if block >= num_blocks:
         return
-    column = tl.program_id(0) % tl.cdiv(num_columns, COLUMNS) * COLUMNS + tl.arange(0, COLUMNS)
+    first_column = tl.program_id(0) % tl.cdiv(num_columns, COLUMNS) * COLUMNS
     if HALVES and end - start <= ROWS // 2:  # of an expert's last block often less than half is filled
         _multiply(
-            source, weight, shared, bias, order, out, expert, start, end, column, num_experts, num_chosen, num_columns, depth,
-            num_per_token, ACTIVATION, ROWS // 2, DEPTH, IS_EVEN,
+            source, weight, shared, bias, order, out, expert, start, end, first_column, num_experts, num_chosen,
+            num_columns, depth, num_per_token, ACTIVATION, ROWS // 2, COLUMNS, DEPTH, IS_EVEN,
         )  # fmt: skip
     else:
         _multiply(
-            source, weight, shared, bias, order, out, expert, start, end, column, num_experts, num_chosen, num_columns, depth,
-            num_per_token, ACTIVATION, ROWS, DEPTH, IS_EVEN,
+            source, weight, shared, bias, order, out, expert, start, end, first_column, num_experts, num_chosen,
+            num_columns, depth, num_per_token, ACTIVATION, ROWS, COLUMNS, DEPTH, IS_EVEN,
         )  # fmt: skip
 
 
 @triton.jit
 def _multiply(  # type: ignore[no-untyped-def]
-    source, weight, shared, bias, order, out, expert, start, end, column, num_experts, num_chosen, num_columns, depth,
-    num_per_token,
-    ACTIVATION: tl.constexpr, ROWS: tl.constexpr, DEPTH: tl.constexpr, IS_EVEN: tl.constexpr
+    source, weight, shared, bias, order, out, expert, start, end, first_column, num_experts, num_chosen, num_columns,
+    depth, num_per_token,
+    ACTIVATION: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr, DEPTH: tl.constexpr, IS_EVEN: tl.constexpr
 ):  # fmt: skip
     """Multiplies an expert's rows from ``start`` on with some of its columns.
 
@@ -144,7 +144,6 @@ def _multiply(  # type: ignore[no-untyped-def]
     row = start + tl.arange(0, ROWS)
     is_row = row < end
     pair = tl.load(order + tl.minimum(row, end - 1))
-    is_column = column < num_columns
     element = tl.arange(0, DEPTH)
     read = pair // num_per_token if IS_GATED else tl.minimum(row, end - 1)
     if shared is not None and IS_GATED:
@@ -154,23 +153,25 @@ def _multiply(  # type: ignore[no-untyped-def]
     matrix = weight + expert.to(tl.int64) * matrix_rows * depth
     if shared is not None:
         matrix = tl.where(expert < num_experts - 1, matrix, shared)
-    columns = matrix + (column % num_columns).to(tl.int64)[None, :] * depth + element[:, None]
-    total = tl.zeros([ROWS, column.shape[0]], tl.float32)
-    total_up = tl.zeros([ROWS, column.shape[0]], tl.float32)
+    # Gates and their ups are columns of one product: it reads rows from shared memory once for both.
+    LANES: tl.constexpr = 2 * COLUMNS if IS_GATED else COLUMNS
+    lane = tl.arange(0, LANES)
+    place = (first_column + lane % COLUMNS) % num_columns + lane // COLUMNS * num_columns
+    columns = matrix + place.to(tl.int64)[None, :] * depth + element[:, None]
+    total = tl.zeros([ROWS, LANES], tl.float32)
     for first in range(0, depth, DEPTH):
         is_element = element < depth - first
         values = _part(rows + first, is_element[None, :], IS_EVEN)
         total = tl.dot(values, _part(columns + first, is_element[:, None], IS_EVEN), total, input_precision="ieee")
-        if IS_GATED:
-            up = _part(columns + num_columns.to(tl.int64) * depth + first, is_element[:, None], IS_EVEN)
-            total_up = tl.dot(values, up, total_up, input_precision="ieee")
     dtype: tl.constexpr = out.dtype.element_ty
     if bias is not None:
-        biases = bias + expert.to(tl.int64) * matrix_rows + column
-        total += _row(biases, is_column)
-        total_up += _row(biases + num_columns, is_column & IS_GATED)
+        biases = bias + expert.to(tl.int64) * matrix_rows + place
+        total += tl.load(biases).to(tl.float32)[None, :]
     if IS_GATED:
-        total = activate(total.to(dtype).to(tl.float32), total_up.to(dtype).to(tl.float32), dtype, ACTIVATION)
+        gate, up = tl.split(total.to(dtype).to(tl.float32).reshape(ROWS, 2, COLUMNS).permute(0, 2, 1))
+        total = activate(gate, up, dtype, ACTIVATION)
+    column = first_column + tl.arange(0, COLUMNS)
+    is_column = column < num_columns
     target = out + (row if IS_GATED else pair).to(tl.int64)[:, None] * num_columns + column[None, :]
     tl.store(target, total.to(dtype), mask=is_row[:, None] & is_column[None, :])
 
@@ -195,8 +196,3 @@ def find_block(ends, num_experts, block, EXPERTS: tl.constexpr, ROWS: tl.constex
 @triton.jit
 def _part(values, is_element, IS_EVEN: tl.constexpr):  # type: ignore[no-untyped-def]
     return tl.load(values) if IS_EVEN else tl.load(values, mask=is_element, other=0.0)
-
-
-@triton.jit
-def _row(values, mask):  # type: ignore[no-untyped-def]
-    return tl.load(values, mask=mask, other=0.0).to(tl.float32)[None, :]
