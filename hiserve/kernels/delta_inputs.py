@@ -17,7 +17,7 @@ from hiserve.kernels.launch import await_previous, early_launch, start_next
 _NORM_EPS = tl.constexpr(delta.NORM_EPS)
 _LINEAR_ABOVE = tl.constexpr(20.0)  # softplus is its argument there, as torch has it
 _BLOCK = 4  # tokens of a program, where rows have few
-_BLOCK_PACKED = 16
+_BLOCK_PACKED = 32
 _ELEMENTS_PER_WARP = 512
 
 
@@ -198,7 +198,14 @@ def _make_inputs(  # type: ignore[no-untyped-def]
         own, token = ring + tl.load(rows + number) * (SIZES.ring * SIZES.entry_size), begin.to(tl.int64) - start
         new = mixed + token * mixed_stride
         taps = conv + channel * channel_stride
-        total = convolved(new, own, taps, tap_stride, mixed_stride, channel, in_head, t, start, end, SIZES, wide)
+        if (low > start + SIZES.taps - 2) & (low + BLOCK <= end):  # most programs of prompts
+            total = convolved(
+                new, own, taps, tap_stride, mixed_stride, channel, in_head, t, start, end, SIZES, wide, IS_INSIDE=True
+            )
+        else:
+            total = convolved(
+                new, own, taps, tap_stride, mixed_stride, channel, in_head, t, start, end, SIZES, wide, IS_INSIDE=False
+            )
         if is_key:
             total = normed(total)  # a choice between two factors would have 32 bits
             total = tl.where(slab < SIZES.num_key_heads, total * SIZES.key_dim**-0.5, total)
@@ -216,20 +223,24 @@ def _make_inputs(  # type: ignore[no-untyped-def]
 @triton.jit
 def convolved(  # type: ignore[no-untyped-def]
     new, old, conv, tap_stride, stride, channel, is_channel, t, start, end,
-    SIZES: tl.constexpr, wide: tl.constexpr
+    SIZES: tl.constexpr, wide: tl.constexpr, IS_INSIDE: tl.constexpr
 ):  # fmt: skip
     """Returns channels of the tokens at positions ``t`` after the convolution and its SiLU, in a wide type.
 
-    ``new`` is where the new input of position 0 would lie, ``old`` the row's ring, ``conv`` the channels' first taps.
+    ``new`` is where the new input of position 0 would lie, ``old`` the row's ring, ``conv`` the channels' first taps. Where all
+    taps read new inputs, those of the ring are left out: instructions bound prompts, not bytes.
     """
     taps: tl.constexpr = SIZES.taps
     total = tl.zeros((t.shape[0], channel.shape[0]), wide)
     for tap in tl.static_range(0, taps):
         ago = taps - 1 - tap
-        is_new, is_old = (t >= start + ago) & (t < end + ago), (t >= ago) & (t < start + ago)
         near = new + ((t - ago).to(tl.int64) * stride)[:, None] + channel[None, :]
-        far = old + ((t - ago) % SIZES.ring * SIZES.entry_size)[:, None] + channel[None, :]
-        x = either(near, far, is_new[:, None] & is_channel, is_old[:, None] & is_channel)
+        if IS_INSIDE:
+            x = tl.load(near, mask=is_channel, other=0.0)
+        else:
+            is_new, is_old = (t >= start + ago) & (t < end + ago), (t >= ago) & (t < start + ago)
+            far = old + ((t - ago) % SIZES.ring * SIZES.entry_size)[:, None] + channel[None, :]
+            x = either(near, far, is_new[:, None] & is_channel, is_old[:, None] & is_channel)
         total += x.to(wide) * tl.load(conv[None, :] + tap * tap_stride, mask=is_channel, other=0.0).to(wide)
     return total / (1.0 + tl.exp(-total))
 

@@ -13,9 +13,9 @@ from hiserve.kernels.delta_inputs import VARYING, MadeInputs, ends_of, entry_of,
 from hiserve.kernels.delta_rings import store_inputs
 from hiserve.kernels.launch import await_previous, early_launch, start_next
 
-_BLOCK_VALUES = 64
+_BLOCK_VALUES = 32
 _NUM_WARPS = 4
-_NUM_STAGES = 2  # chunks in shared memory at once, 64 KiB each
+_NUM_STAGES = 3  # chunks in shared memory at once, 56 KiB each: of two, the second was asked for when the first was done
 
 
 def scan_chunks(
