@@ -20,6 +20,7 @@ from hiserve.kernels.launch import await_previous, early_launch, start_next
 
 _CHUNK = DELTA_CHUNK  # a power of 2, 16 at least
 _NUM_WARPS = 4
+_MAX_REGISTERS: int | None = 168  # of a thread: three programs of a multiprocessor
 _LEAST_BLOCK = tl.constexpr(16)  # rows of a block that is inverted by products of its own
 _PRECISION = tl.constexpr("tf32")  # of products in float32: 10 bits, three more than bfloat16 has
 
@@ -58,7 +59,7 @@ def solve_chunks(made: MadeInputs, rows: StateRows, indptr: Tensor, *, num_token
     _solve_chunks[(sizes.num_value_heads, most, rows.rows.shape[0])](
         made.heads, made.factors, rows.starts, rows.state_lens, rows.state_ends, rows.snap_at, rows.snap_slots, indptr,
         keys, values, reads, num_tokens, made.room,
-        SIZES=sizes, CHUNK=_CHUNK, num_warps=_NUM_WARPS, **early_launch(made.heads.device),
+        SIZES=sizes, CHUNK=_CHUNK, num_warps=_NUM_WARPS, maxnreg=_MAX_REGISTERS, **early_launch(made.heads.device),
     )  # fmt: skip
     return SolvedChunks(keys, values, reads)
 
@@ -132,9 +133,9 @@ def _inverse(lower, CHUNK: tl.constexpr):  # type: ignore[no-untyped-def]
         made -= tl.dot(tl.dot(made, below, input_precision=_PRECISION), made, input_precision=_PRECISION)
     made = tl.where(is_own, made[:, :, None, :], 0.0).reshape(CHUNK, CHUNK)
     index = tl.arange(0, CHUNK)
-    pair = index[:, None] ^ index[None, :]
+    apart = index[:, None] ^ index[None, :]
     for level in tl.static_range(4, 7):
         if (1 << level) < CHUNK:
-            below = tl.where((pair >> level) == 1, lower, 0.0)
+            below = tl.where((apart >> level) == 1, lower, 0.0)
             made -= tl.dot(tl.dot(made, below, input_precision=_PRECISION), made, input_precision=_PRECISION)
     return made

@@ -214,9 +214,17 @@ with delta_rings.store_inputs, test_delta_triton.test_steps_of_few_tokens_replay
     (end - 1 - ago).to(tl.int64)
     (end - 2 - ago).to(tl.int64)
 with delta_chunks._inverse, test_delta_triton.test_prompts_fold_and_snapshot_as_the_twin_does:
-    "kernel: the inverse of a chunk lacks the products between its blocks"
+    "kernel: the inverse of a chunk lacks the products between its least blocks"
     (pair >> level) == 1
     (pair >> level) == 9
+with delta_chunks._inverse, test_delta_triton.test_keys_that_are_alike_lose_no_digits:
+    "kernel: the inverse of a chunk lacks the products between its larger blocks"
+    (apart >> level) == 1
+    (apart >> level) == 9
+with delta_inputs._make_inputs, test_delta_triton.test_prompts_fold_and_snapshot_as_the_twin_does:
+    "kernel: inputs of a prompt that reach into the ring are read before the step's own"
+    low > start + SIZES.taps - 2
+    low > start + SIZES.taps - 3
 with delta_chunks.chunk_of, test_delta_triton.test_prompts_fold_and_snapshot_as_the_twin_does:
     "kernel: a chunk passes the end of the certain tokens, whose state is then lost"
     tl.where(number < second, state_end, end)

@@ -7,7 +7,7 @@ from tests.helpers.interpreted import run_interpreted
 HEADER = """
 import torch
 from torch.testing import assert_close
-from hiserve.kernels import delta as twin, delta_chunks, delta_scan, delta_step, delta_triton
+from hiserve.kernels import delta as twin, delta_chunks, delta_inputs, delta_scan, delta_step, delta_triton
 from hiserve.kernels.delta import DeltaShape
 from hiserve.kernels.delta_triton import delta
 from tests.helpers.delta_cases import Chunk, Layer, batch_of, nan_pools, random_inputs, random_weights
@@ -74,7 +74,7 @@ assert pair.layers[1].pools.snap_state[1:].isnan().all() and pair.layers[1].pool
 pair.step((2, 4, 4, 6))
 """
 PROMPTS = """
-twin.MAX_STEP_TOKENS = 3
+twin.MAX_STEP_TOKENS, delta_inputs._BLOCK_PACKED = 3, 2  # blocks with and without inputs of the ring
 usual = delta_triton._IN_CHUNKS
 for shape, dtype, chunk, state_dtype in (
     (DeltaShape(1, 2, 16, 32), torch.float32, 16, None),
