@@ -147,7 +147,7 @@ def _batch(q_lens: Sequence[int], state: StateRows) -> ForwardInputs:
 
 
 @contextmanager
-def _patched(module: Any, **values: int) -> Iterator[None]:
+def _patched(module: Any, **values: Any) -> Iterator[None]:
     """Sets numbers of a module for a while."""
     former = {name: getattr(module, name) for name in values}
     for name, value in values.items():
@@ -176,7 +176,8 @@ def main() -> None:
             print(f"rows {num_rows:2}, {block:3} values, {warps} warps: {told}", flush=True)
     layers = Layers.of(SHAPE, device, 8)
     for chunk, block, warps in product((16, 32, 64), (32, 64, 128), (4, 8)):
-        with _patched(delta_chunks, _CHUNK=chunk), _patched(delta_scan, _BLOCK_VALUES=block, _NUM_WARPS=warps):
+        tile = delta_scan.ScanTile(block, 2)
+        with _patched(delta_chunks, _CHUNK=chunk), _patched(delta_scan, _FEW=tile, _MANY=tile, _NUM_WARPS=warps):
             alone, at_once = layers.seconds([8192], start=0), layers.seconds([1024] * 8, start=0)
         told = f"1 x 8192 {1e3 * alone:6.2f} ms, 8 x 1024 {1e3 * at_once:6.2f} ms"
         print(f"chunks of {chunk}, {block:3} values, {warps} warps: {told}", flush=True)

@@ -8,6 +8,9 @@ from typing import Any
 import pytest
 import torch
 
+from hiserve.core.activation import SILU, Activation
+from hiserve.kernels import experts, reference
+from hiserve.kernels.expert_products import TILES, tiles_for
 from hiserve.layers import StackedExperts
 from tests.helpers.cuda import generate, graph_engine, prompts_of
 from tests.helpers.models import save_family
@@ -16,6 +19,34 @@ from tests.helpers.scripted import check_graphs
 pytestmark = pytest.mark.gpu
 
 MODELS = ("mixtral", "qwen3_moe")
+
+
+@pytest.mark.parametrize("num_tokens", [2, 200, 1200], ids=lambda count: f"{count} tokens")
+def test_products_of_each_tile_compute_what_the_reference_does(num_tokens: int) -> None:
+    """In bfloat16, of columns that fill no tile: with an expert that computes all tokens, and with biases and a limit."""
+    print("seed 4")
+    torch.manual_seed(4)
+    num, hidden, inner = 8, 320, 328
+    assert tiles_for(TILES, 2 * num_tokens, num) == TILES[{2: 0, 200: 1, 1200: 2}[num_tokens]]
+
+    def draw(*shape: int) -> torch.Tensor:
+        return (torch.randn(shape, device="cuda") * shape[-1] ** -0.5).bfloat16()
+
+    x, logits = draw(num_tokens, hidden) * hidden**0.5, draw(num_tokens, num) * 3
+    gate_up, down = draw(num, 2 * inner, hidden), draw(num, hidden, inner)
+    shares, chosen = experts.route(logits, 2, True)
+    for both, biases, activation in (
+        ((draw(2 * inner, hidden), draw(hidden, inner)), (None, None), SILU),
+        (None, (draw(num, 2 * inner), draw(num, hidden)), Activation(slope=1.702, shift=1.0, limit=7.0)),
+    ):
+        found = experts.mix_experts(x, shares, chosen, gate_up, down, *biases, activation, both)
+        one, two = (each if each is None else each.float() for each in biases)
+        shared = both and (both[0].float(), both[1].float())
+        wanted = reference.mix_experts(
+            x.float(), shares, chosen, gate_up.float(), down.float(), one, two, activation, shared
+        )
+        error = float((found.float() - wanted).abs().max() / wanted.abs().max())
+        assert error <= 2e-2, (error, both is None)
 
 
 @pytest.mark.parametrize("name", MODELS)

@@ -82,7 +82,7 @@ for shape, dtype, chunk, state_dtype in (
     (DeltaShape(1, 1, 16, 16), torch.float16, 0, torch.float64),
     (DeltaShape(1, 1, 16, 16), torch.float64, 0, None),
 ):
-    delta_chunks._CHUNK, delta_scan._BLOCK_VALUES = chunk, 16
+    delta_chunks._CHUNK, delta_scan._FEW = chunk, delta_scan.ScanTile(16, 2)
     delta_triton._IN_CHUNKS = (torch.float32, *usual)  # to see more digits than 16 bits have
     pair, end = Pair(shape, dtype, 5, state_dtype=state_dtype), 24 if chunk else 7
     # A row that decodes, and prompts: one of which is short, one with a snapshot, one whose last tokens may be rejected.
