@@ -155,8 +155,8 @@ with few_experts._gate_kernel, test_experts.test_the_turn_of_the_expert_that_com
     tl.load(chosen + token * NUM_CHOSEN + turn)
 with expert_products._multiply, test_experts.test_products_of_experts_read_nothing_beside_their_tensors:
     "products of experts read behind the last expert's columns"
-    (column % num_columns).to(tl.int64)
-    column.to(tl.int64)
+    (first_column + lane % COLUMNS) % num_columns
+    first_column + lane % COLUMNS
 with expert_products._multiply, test_experts.test_products_of_experts_read_nothing_beside_their_tensors:
     "products of experts read behind the last pair"
     tl.load(order + tl.minimum(row, end - 1))
