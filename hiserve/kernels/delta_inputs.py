@@ -170,8 +170,8 @@ def make_inputs(
     _make_inputs[grid](
         mixed, gates, weights.conv, weights.a_log, weights.dt_bias, pools.ring, rows.rows, rows.starts, rows.state_lens,
         indptr, heads, factors, mixed.stride(0), gates.stride(0), *weights.conv.stride(), num_tokens, room,
-        SIZES=sizes, BLOCK=block, BLOCK_DIM=dim, num_warps=max(1, block * dim // _ELEMENTS_PER_WARP),
-        **early_launch(mixed.device),
+        SIZES=sizes, BLOCK=block, BLOCK_DIM=dim, IS_LONG=is_packed,
+        num_warps=max(1, block * dim // _ELEMENTS_PER_WARP), **early_launch(mixed.device),
     )  # fmt: skip
     return MadeInputs(heads, factors, room, sizes)
 
@@ -180,7 +180,7 @@ def make_inputs(
 def _make_inputs(  # type: ignore[no-untyped-def]
     mixed, gates, conv, a_log, dt_bias, ring, rows, starts, state_lens, indptr, heads, factors, mixed_stride,
     gates_stride, channel_stride, tap_stride, num_tokens, room,
-    SIZES: tl.constexpr, BLOCK: tl.constexpr, BLOCK_DIM: tl.constexpr, IS_EARLY: tl.constexpr
+    SIZES: tl.constexpr, BLOCK: tl.constexpr, BLOCK_DIM: tl.constexpr, IS_LONG: tl.constexpr, IS_EARLY: tl.constexpr
 ):  # fmt: skip
     """Each program computes some tokens of a row for one head of queries, keys or values."""
     await_previous(IS_EARLY)
@@ -198,7 +198,7 @@ def _make_inputs(  # type: ignore[no-untyped-def]
         own, token = ring + tl.load(rows + number) * (SIZES.ring * SIZES.entry_size), begin.to(tl.int64) - start
         new = mixed + token * mixed_stride
         taps = conv + channel * channel_stride
-        if (low > start + SIZES.taps - 2) & (low + BLOCK <= end):  # most programs of prompts
+        if IS_LONG and (low > start + SIZES.taps - 2) & (low + BLOCK <= end):  # most programs of prompts
             total = convolved(
                 new, own, taps, tap_stride, mixed_stride, channel, in_head, t, start, end, SIZES, wide, IS_INSIDE=True
             )
