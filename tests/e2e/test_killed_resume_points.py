@@ -173,7 +173,8 @@ async def test_the_successor_of_a_killed_worker_goes_on_at_its_resume_points(
         assert loads.num_fulfilled >= sum(each.host for each in cached) // page_size + sum(num_tail_pages)
 
 
-@pytest.mark.parametrize("family", some(AMIDST, "qwen3_5_text"))
+@pytest.mark.wide  # as many seconds of CPU as three other cases, half of them for starts
+@pytest.mark.parametrize("family", AMIDST)
 async def test_a_worker_killed_amidst_drafts_and_snapshots_costs_no_token(family: str, tmp_path: Path) -> None:
     """H5, H14: each row has drafts in flight and has stored snapshots; its successor knows what was said, and no state."""
     torch.set_num_threads(1)
