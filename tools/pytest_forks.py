@@ -15,9 +15,9 @@ import signal
 import sys
 import warnings
 from collections.abc import Iterable, Iterator
-from dataclasses import dataclass
-from multiprocessing import Pipe
-from multiprocessing.connection import Connection, wait
+from contextlib import suppress
+from dataclasses import dataclass, field
+from multiprocessing.connection import wait
 from typing import Any
 
 import pytest
@@ -33,16 +33,19 @@ class Fork:
 
     pid: int
     handle: int  # of the process; can be read when it has ended
-    messages: Connection
+    messages: int  # the end of a pipe from which its lines are read, without waiting
+    unread: bytearray = field(
+        default_factory=bytearray
+    )  # of them, those that were not passed on, and the start of the next
     last: str | None = None  # the test that it began last
     is_idle: bool = True  # that test has ended
     has_failed: bool = False  # one of its tests
 
 
 class Messages:
-    """A plugin of a fork: sends each call of these hooks to the first process, as JSON of the hook's name and arguments."""
+    """A plugin of a fork: sends each call of these hooks to the first process, a line of JSON with the hook's name and arguments."""
 
-    def __init__(self, config: pytest.Config, sent: Connection) -> None:
+    def __init__(self, config: pytest.Config, sent: int) -> None:
         self._config = config
         self._sent = sent
         self._has_begun = False
@@ -69,7 +72,9 @@ class Messages:
         print(excrepr, file=sys.stderr)
 
     def _send(self, hook: str, **arguments: Any) -> None:
-        self._sent.send_bytes(json.dumps([hook, arguments]).encode())
+        left = memoryview(json.dumps([hook, arguments]).encode() + b"\n")
+        while left:
+            left = left[os.write(self._sent, left) :]
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
@@ -127,24 +132,25 @@ def start_forks(session: pytest.Session, items: Iterable[pytest.Item], num_forks
     os.close(end)
     forks: list[Fork] = []
     for _ in range(num_forks):
-        received, sent = Pipe(duplex=False)
+        received, sent = os.pipe()
+        os.set_blocking(received, False)
         sys.stdout.flush()
         sys.stderr.flush()
         if not (pid := os.fork()):
             for each in [received, *(fork.messages for fork in forks)]:
-                each.close()  # or a fork would not notice that the first process is gone
+                os.close(each)  # or a fork would not notice that the first process is gone
             become_fork(session, sent)
             run_tests(queue, files)
             vars(sys).pop("last_value", None)  # pytest's, of a test that failed, also of one that was expected to
             signal.signal(signal.SIGINT, signal.SIG_IGN)  # it ends now in any case
             return None
-        sent.close()
+        os.close(sent)
         forks.append(Fork(pid, os.pidfd_open(pid), received))
     os.close(queue)
     return forks
 
 
-def become_fork(session: pytest.Session, sent: Connection) -> None:
+def become_fork(session: pytest.Session, sent: int) -> None:
     """Makes this process, just forked, one that tells the first process of its tests, and leaves the terminal to it."""
     config, plugins = session.config, session.config.pluginmanager
     session.testsfailed = 0
@@ -199,12 +205,23 @@ def gather(session: pytest.Session, forks: list[Fork]) -> set[str]:
 
 
 def messages_of(fork: Fork) -> Iterator[tuple[str, dict[str, Any]]]:
-    """Returns what a fork has said, without what its death has cut."""
-    try:
-        while fork.messages.poll():
-            yield json.loads(fork.messages.recv_bytes())
-    except (EOFError, OSError):
-        return
+    """Returns what a fork has said, without what its death has cut, or Ctrl-C while it was read.
+
+    Never waits for the rest of a line: a child of a fork that was killed may keep the pipe open.
+    """
+    while True:
+        while (end := fork.unread.find(b"\n")) >= 0:
+            line = bytes(fork.unread[:end])
+            del fork.unread[: end + 1]
+            with suppress(json.JSONDecodeError):
+                yield json.loads(line)
+        try:
+            part = os.read(fork.messages, QUEUE_BYTES)
+        except BlockingIOError:
+            return
+        if not part:
+            return
+        fork.unread += part
 
 
 def pass_on(config: pytest.Config, fork: Fork, hook: str, arguments: dict[str, Any]) -> None:
@@ -237,7 +254,7 @@ def see_end(session: pytest.Session, fork: Fork) -> None:
     """
     code = os.waitstatus_to_exitcode(os.waitpid(fork.pid, 0)[1])
     os.close(fork.handle)
-    fork.messages.close()
+    os.close(fork.messages)
     if fork.is_idle and code == int(fork.has_failed):
         return
     reason = f"signal {-code}" if code < 0 else f"exit code {code}"
@@ -255,7 +272,7 @@ def interrupt(session: pytest.Session, forks: Iterable[Fork]) -> None:
     for fork in forks:
         for hook, arguments in messages_of(fork):
             pass_on(session.config, fork, hook, arguments)
-        fork.messages.close()
+        os.close(fork.messages)
         os.kill(fork.pid, signal.SIGINT)
     for fork in forks:
         os.waitpid(fork.pid, 0)

@@ -61,7 +61,11 @@ with pytest_forks.start_forks, test_pytest_forks.test_a_fork_that_dies_fails_the
     "a fork whose last test is expected to fail seems to have died"
     vars(sys).pop("last_value", None)
     pass
-with pytest_forks.messages_of, test_pytest_forks.test_half_a_message_of_a_dead_fork_is_none:
-    "half a message of a fork that died ends the run of all tests"
-    (EOFError, OSError)
-    EOFError
+with pytest_forks.messages_of, test_pytest_forks.test_ctrl_c_while_a_fork_is_read_costs_no_message_but_that:
+    "Ctrl-C while a fork is read ends without the results of others"
+    json.JSONDecodeError
+    KeyError
+with pytest_forks.start_forks, test_pytest_forks.test_a_fork_that_dies_fails_the_test_that_it_ran_and_no_other_is_left_out:
+    "the first process waits for what a killed fork has not said, whose pipe a child keeps"
+    os.set_blocking(received, False)
+    pass

@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import os
-import struct
+import signal
 import subprocess
 import sys
-from multiprocessing import Pipe
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -69,7 +69,13 @@ import atexit, os, signal
 def test_ends(): pass
 def test_leaves(): os._exit(0)
 def test_runs_all_the_same(): pass
-def test_is_killed(): os.kill(os.getpid(), signal.SIGKILL)
+def test_is_killed():
+    child = os.fork()  # keeps the pipe
+    if not child:
+        signal.pause()
+    with open("child", "w") as file:
+        file.write(str(child))
+    os.kill(os.getpid(), signal.SIGKILL)
 def test_spoils_the_end_of_its_process(): atexit.register(os._exit, 7)
 """
 
@@ -161,6 +167,7 @@ def test_a_fork_that_dies_fails_the_test_that_it_ran_and_no_other_is_left_out(
     tmp_path: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:
     run = run_forks(tmp_path, test_dying=DYING, test_other=EXPECTED)
+    os.kill(int((tmp_path / "child").read_text()), signal.SIGKILL)
     said = capfd.readouterr().out
     assert run.exit_code == 1, said
     assert outcomes(run) == {
@@ -175,13 +182,41 @@ def test_a_fork_that_dies_fails_the_test_that_it_ran_and_no_other_is_left_out(
         assert f"the process ended with {words}\n" in said
 
 
-def test_half_a_message_of_a_dead_fork_is_none() -> None:
-    received, sent = Pipe(duplex=False)
-    sent.send_bytes(b'["one", {}]')
-    os.write(sent.fileno(), struct.pack("!i", 100) + b"half")
-    sent.close()
-    assert list(messages_of(Fork(0, 0, received))) == [["one", {}]]
-    received.close()
+@pytest.fixture
+def piped() -> Iterator[tuple[Fork, int]]:
+    """A fork, and the end of the pipe where it writes."""
+    received, sent = os.pipe()
+    os.set_blocking(received, False)
+    yield Fork(0, 0, received), sent
+    os.close(received)
+    os.close(sent)
+
+
+def test_half_a_message_is_none_before_the_rest_comes(piped: tuple[Fork, int]) -> None:
+    """A child may keep the pipe of a fork that was killed, so that it does not end: nobody waits for it."""
+    fork, sent = piped
+    os.write(sent, b'["one", {}]\n["tw')
+    assert list(messages_of(fork)) == [["one", {}]]
+    os.write(sent, b'o", {}]\n["three", {}]\n["ha')
+    assert next(messages_of(fork)) == ["two", {}]
+    assert list(messages_of(fork)) == [["three", {}]], "an interrupt after the second loses the third"
+
+
+def test_ctrl_c_while_a_fork_is_read_costs_no_message_but_that(
+    piped: tuple[Fork, int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    fork, sent = piped
+    os.write(sent, b'["one", {}]\n["two", {}]\n')
+
+    def interrupted(handle: int, _: int) -> bytes:
+        monkeypatch.undo()
+        os.read(handle, 5)
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(os, "read", interrupted)
+    with pytest.raises(KeyboardInterrupt):
+        next(messages_of(fork))
+    assert list(messages_of(fork)) == [["two", {}]]
 
 
 def test_ctrl_c_ends_all_forks_and_their_fixtures(tmp_path: Path) -> None:
