@@ -103,10 +103,13 @@ class FileStore:
         return count
 
     def put(self, keys: Sequence[bytes], buffers: Sequence[memoryview], before: Sequence[bytes] = ()) -> int:
-        count = num_stored = 0
+        count = num_stored = num_bytes = 0
         with self._lock:
             self._order.use(before)  # else they might make room for what is of no use without them
         for key, buffer in zip(keys, buffers, strict=True):
+            num_bytes += HEADER_BYTES + buffer.nbytes
+            if num_bytes > self._cap_bytes:  # the first ones would make room for the last
+                break
             if not self._has(key):
                 if not self._write(key, buffer):
                     break
@@ -180,7 +183,7 @@ class FileStore:
 
     def _write(self, key: bytes, buffer: memoryview) -> bool:
         size = HEADER_BYTES + buffer.nbytes
-        if self._is_closed or size > self._cap_bytes or self._clock() < self._paused_until:
+        if self._is_closed or self._clock() < self._paused_until:
             return False
         self._make_room(size)
         path = self._path(key)

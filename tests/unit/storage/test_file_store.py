@@ -174,6 +174,15 @@ def test_a_page_larger_than_the_cap_is_refused_and_evicts_nothing(tmp_path: Path
     assert (store.stats().num_refused, store.stats().num_evicted) == (1, 0)
 
 
+def test_more_pages_at_once_than_the_store_holds_are_stored_from_the_first_on_as_far_as_they_fit(
+    tmp_path: Path,
+) -> None:
+    keys, store = KEYS[:5], FileStore(tmp_path, 3 * FILE_BYTES)
+    buffers = pages(keys)
+    assert [store.put(keys, buffers), store.put(keys, buffers)] == [3, 3]
+    assert store.exists(keys) == 3 and store.stats().num_evicted == 0
+
+
 def test_a_tail_counts_by_its_bytes_and_goes_before_the_history_that_is_read_with_it(tmp_path: Path) -> None:
     tail = blanks(1, 3 * PAGE_BYTES)
     store = FileStore(tmp_path, 4 * FILE_BYTES + (FILE_BYTES + 2 * PAGE_BYTES))
