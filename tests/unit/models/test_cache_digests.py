@@ -17,6 +17,7 @@ from hiserve.config.options import make_options
 from hiserve.errors import ModelError
 from hiserve.models.draft_config import DraftKind, find_draft
 from hiserve.models.model_config import find_model, read_model_config
+from hiserve.models.rope import RopeConfig
 from tests.helpers.settings import namespace_of
 
 SETTINGS: dict[str, Any] = {"dtype": "float32", "device": "cpu", "max_model_len": 512, "spec": "off"}
@@ -76,6 +77,16 @@ def test_weights_drawn_on_another_device_are_others(folder: Path) -> None:
 def test_longrope_has_a_cache_for_each_list_of_divisors(folder: Path) -> None:
     edit(folder / "config.json", rope_parameters=LONGROPE)
     short, at_the_bound, beyond, longer = (named(folder, max_model_len=length) for length in (100, 256, 257, 512))
+    assert short == at_the_bound != beyond == longer
+
+
+def test_the_rope_of_sliding_layers_names_a_cache_as_that_of_the_others_does(folder: Path) -> None:
+    """Its divisors by the longest request too."""
+    rope = RopeConfig(theta=1e4, kind="longrope", original_context=256, short_factor=(1.0,), long_factor=(2.0,))
+    ropes = None, RopeConfig(theta=1e4), RopeConfig(theta=1e5), rope
+    models = [msgspec.structs.replace(read_model_config(folder), local_rope=each) for each in ropes]
+    assert len({shape_digest(model, None, 100) for model in models}) == len(models)
+    short, at_the_bound, beyond, longer = (shape_digest(models[-1], None, length) for length in (100, 256, 257, 512))
     assert short == at_the_bound != beyond == longer
 
 
