@@ -17,6 +17,7 @@ from hiserve.kernels.packed_weights import PackedWeights
 from hiserve.models import expert_weights, staging
 from hiserve.models.compressed_names import table_of
 from hiserve.models.model_config import read_model_config
+from hiserve.models.shards import local_config
 from hiserve.models.weights import load_parameters
 from tests.helpers.block_scaled import quantize
 from tests.helpers.latent_models import save_latent
@@ -103,6 +104,10 @@ def test_a_rank_has_its_part_of_packed_numbers_and_their_scales(tmp_path: Path, 
         )
         quantize(tmp_path, torch.bfloat16)
     whole, *shares = (load(tmp_path, torch.float32, shard=shard) for shard in (WHOLE, Shard(0, 2), Shard(1, 2)))
+    for shard, share in zip((Shard(0, 2), Shard(1, 2)), shares, strict=True):
+        planned = local_config(read_model_config(tmp_path), shard).facts().packed_experts.num_bytes
+        packed = [each for each in share.values() if isinstance(each, PackedWeights)]
+        assert planned == sum(each.codes.nbytes + each.scales.nbytes for each in packed)
     for last in CASES[name][1]:
         parameter = whole["layers.1." + last]
         values = parameter.unpacked(torch.float32)
