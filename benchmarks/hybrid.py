@@ -44,7 +44,9 @@ SHAPES = {
     "v4-flash-like": 0.60,
     "v4-flash-like-fp4": 0.60,
 }
-LONG = {"v4-flash-like": 131_072, "v4-flash-like-fp4": 131_072}  # tokens after which one row decodes as well
+LONG = dict.fromkeys(
+    ("v3.2-like", "v4-flash-like", "v4-flash-like-fp4"), 131_072
+)  # tokens after which one row decodes as well
 PAGE_SIZES = {
     "v4-flash-like": 128,
     "v4-flash-like-fp4": 128,
