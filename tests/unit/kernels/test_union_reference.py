@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from itertools import product
 
 import pytest
 import torch
@@ -164,17 +165,18 @@ def test_where_there_are_no_more_rows_all_are_chosen_whatever_their_scores() -> 
     assert torch.equal(choose_rows(q, weights, keys, keys.most, SCALE), slots_of(keys))
 
 
-@pytest.mark.parametrize(("num_slots", "num_tokens"), [(1, 1), (2, 3), (5, 2)])
-def test_chunks_of_slots_and_of_tokens_are_the_whole(num_slots: int, num_tokens: int) -> None:
-    """As the loops of vLLM's prompts: with slots that are there twice, absent ones, and a token that has none."""
+def test_chunks_of_slots_and_of_tokens_are_the_whole() -> None:
+    """As the loops of vLLM's prompts, of every size: with slots that are there twice, absent ones, and a token that has none."""
     torch.manual_seed(8)
     pool, q = torch.randn(12, WIDTH, dtype=WIDE), torch.randn(5, HEADS, WIDTH, dtype=WIDE)
     sink, slots = torch.randn(HEADS, dtype=WIDE), torch.randint(-1, 12, (5, 7))
     slots[1], slots[2, 3:], pool[11] = -1, 4, torch.nan
     slots[slots == 11] = -1
-    outs = []
-    for some, mine in zip(q.split(num_tokens), slots.split(num_tokens), strict=True):
-        parts = [attend(some, [ChosenRows(pool, each)], None, SCALE) for each in mine.split(num_slots, 1)]
-        outs.append(merge(parts, sink)[0])
-    assert_close(torch.cat(outs), attend(q, [ChosenRows(pool, slots)], sink, SCALE)[0], rtol=1e-12, atol=1e-12)
-    assert (torch.cat(outs)[1] == 0).all()
+    whole = attend(q, [ChosenRows(pool, slots)], sink, SCALE)[0]
+    for num_slots, num_tokens in product(range(1, 8), range(1, 6)):
+        outs = []
+        for some, mine in zip(q.split(num_tokens), slots.split(num_tokens), strict=True):
+            parts = [attend(some, [ChosenRows(pool, each)], None, SCALE) for each in mine.split(num_slots, 1)]
+            outs.append(merge(parts, sink)[0])
+        assert_close(torch.cat(outs), whole, rtol=1e-12, atol=1e-12)
+        assert (torch.cat(outs)[1] == 0).all()
