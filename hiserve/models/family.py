@@ -312,6 +312,7 @@ FAMILIES = {
         num_hidden_layers=48,
         num_experts=512,
         num_experts_per_tok=10,
+        num_nextn_predict_layers=1,  # its files have a head, of which config.json says nothing
         **_SHARED_EXPERTS | {"vocab_size": 151_936},
     ),
     "Qwen3MoeForCausalLM": Family(

@@ -1,4 +1,4 @@
-"""Draft heads of Qwen3.5, in the files of their model: against transformers' own layer."""
+"""Draft heads of Qwen3.5 and Qwen3-Next, in the files of their model: against transformers' own layer."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from tests.helpers.draft_heads import Drafter
 from tests.helpers.models import load_transformers
 from tests.helpers.state_models import FILE, head_layer, save_with_head
 
-FAMILIES = ("qwen3_5_text", "qwen3_5_moe_text")
+FAMILIES = ("qwen3_5_text", "qwen3_5_moe_text", "qwen3_next")
 
 
 @torch.inference_mode()
