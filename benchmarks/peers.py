@@ -6,9 +6,8 @@ defaults: Llama-8B's shape with random weights and a tokenizer of its vocabulary
 and a tier on the host, and with the shape of a small model. ``--url`` names servers that run, for the first of these. FLAGS are of
 the server that is started, if it is one. FILE has recorded sessions of agents (``hiserve bench serve --dataset agent-sessions``).
 Prompts are token ids otherwise, and replies have their whole length. Each run has prompts of its own, the same for all servers; the
-first run of a workload is not counted. Ratios are of the first server to the others, beside
-the bars of issue 21. ``--tiny`` takes hiserve-nano on the CPU, or small
-workloads for ``--url``.
+first run of a workload is not counted. Ratios are of the first server to the others, beside their bars. ``--tiny`` takes hiserve-nano
+on the CPU, or small workloads for ``--url``.
 """
 
 from __future__ import annotations
