@@ -2,7 +2,7 @@
 
 from hiserve.attention import triton
 from hiserve.kernels import delta, delta_inputs, step_inputs, step_reference, step_triton
-from hiserve.models import delta_config, delta_layer, gated_attention, weights
+from hiserve.models import delta_config, delta_layer, family, gated_attention, weights
 from hiserve.runners import mixed, row_states
 from tests.e2e import test_state_families_oracle, test_state_graphs, test_state_rows
 from tests.unit.attention import test_triton
@@ -95,3 +95,22 @@ with delta.DeltaPools.wide, test_delta.test_states_of_another_type_are_rounded_w
     "a narrow state is rounded after each token"
     torch.promote_types(self.state.dtype, torch.float32)
     self.state.dtype
+with family, test_state_heads.test_a_head_comes_with_its_model_and_is_no_part_of_it["qwen3_next"]:
+    "models: the head in the files of Qwen3-Next is not found, as config.json does not tell of it"
+    _qwen_states(
+        is_fused=True,
+        hidden_size=2048,
+        num_hidden_layers=48,
+        num_experts=512,
+        num_experts_per_tok=10,
+        num_nextn_predict_layers=1,
+        **_SHARED_EXPERTS | {"vocab_size": 151_936},
+    )
+    _qwen_states(
+        is_fused=True,
+        hidden_size=2048,
+        num_hidden_layers=48,
+        num_experts=512,
+        num_experts_per_tok=10,
+        **_SHARED_EXPERTS | {"vocab_size": 151_936},
+    )
