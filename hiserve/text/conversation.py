@@ -150,16 +150,23 @@ class Conversation(msgspec.Struct, frozen=True, kw_only=True):
     def with_reminders(self) -> Conversation:
         """Returns the conversation with later system turns as reminders at the end of the turn before.
 
-        A turn of the assistant stays as it is: the reminder becomes a turn of the user.
+        A turn of the assistant stays as it is: the reminder begins the user's next turn, or is one.
         """
         turns: list[Turn] = []
+        is_reminder = False  # the last turn is nothing else
         for turn in self.turns:
             if turn.role != "system" or all(before.role == "system" for before in turns):
-                turns.append(turn)
+                if is_reminder and turn.role == "user":  # templates may refuse two turns of the user
+                    reminders = Text(f"{turns.pop().text}\n\n")
+                    turns.append(msgspec.structs.replace(turn, parts=(reminders, *turn.parts)))
+                else:
+                    turns.append(turn)
+                is_reminder = False
                 continue
             reminder = f"<system-reminder>\n{turn.text}\n</system-reminder>"
             if turns[-1].role == "assistant":
                 turns.append(Turn("user", (Text(reminder),)))
+                is_reminder = True
             else:
                 *parts, last = turns[-1].parts
                 assert isinstance(last, Text | Result), f"a turn of the {turns[-1].role} ends with a call"

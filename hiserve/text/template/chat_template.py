@@ -14,7 +14,7 @@ import msgspec
 
 from hiserve.errors import ConfigError, ContextLengthError, ModelError, RequestError
 from hiserve.text.body.json import check_text
-from hiserve.text.conversation import Call, Conversation, Message, Result, Text, Thought, Turn
+from hiserve.text.conversation import Call, Conversation, Message, Result, Role, Text, Thought, Turn
 from hiserve.text.template.budget import MAX_WORK_CHARS, RenderBudget, RenderBudgetError
 from hiserve.text.template.sandbox import BoundedEnvironment
 
@@ -238,13 +238,21 @@ class ChatTemplate:
 
     @cached_property
     def shows_later_system(self) -> bool:
-        """Whether a system turn after another turn is shown, and at its place."""
-        turns = tuple(Turn(role, (Text(PROBE + role),)) for role in ("user", "system"))
+        """Whether a system turn after a turn of the user or the assistant is shown, and at its place."""
+        return all(map(self._shows_turns, (("user", "system"), ("user", "assistant", "system", "user"))))
+
+    def _shows_turns(self, roles: tuple[Role, ...]) -> bool:
+        """Whether turns of these roles are shown in their order."""
+        turns, at = tuple(Turn(role, (Text(PROBE + role),)) for role in roles), -1
         try:
             text = self._text(Conversation(turns=turns), None, RenderBudget(RENDER_S))
         except RequestError:
             return False
-        return -1 < text.find(PROBE + "user") < text.find(PROBE + "system")
+        for role in roles:
+            at = text.find(PROBE + role, at + 1)
+            if at < 0:
+                return False
+        return True
 
     def _compiled(self, source: str) -> jinja2.Template:
         try:

@@ -29,7 +29,7 @@ class TemplateAbilities(msgspec.Struct, frozen=True, kw_only=True):
 
     Attributes:
         tools: Tools of a request.
-        later_system: A system turn after another turn, at its place. Elsewhere it becomes a reminder.
+        later_system: A system turn after a turn of the user or a reply, at its place. Elsewhere it becomes a reminder.
         thoughts: Thoughts ``always``, until the user's next ``turn``, or ``never``.
         keep_switch: The variable that keeps the thoughts of earlier turns; empty if there is none.
         thinking_switch: The variable that turns thoughts on and off; empty if there is none.

@@ -1,5 +1,6 @@
 """Text: detokenizer, stop texts, templates, remembered replies."""
 
+from hiserve.text import conversation
 from hiserve.text.prompt import known_replies, spelled_tokens
 from hiserve.text.reader import buffer as reply_buffer
 from hiserve.text.reader import calls as call_reader
@@ -12,6 +13,7 @@ from hiserve.text.template import comparisons as template_comparisons
 from hiserve.text.tokens import convert, detokenizer, split_points
 from tests.unit.text import (
     test_detokenizer,
+    test_gemma_template,
     test_known_replies,
     test_output,
     test_reader,
@@ -125,3 +127,11 @@ with (
     "the second line break before the calls of Qwen3.5 is content"
     MarkSearch([*calls, *thoughts], self.row.call_lines)
     MarkSearch([*calls, *thoughts], 1)
+with chat_template.ChatTemplate.shows_later_system, test_gemma_template.test_instructions_are_the_users_wherever_they_stand:
+    "a template that refuses system turns behind replies is taken for one that shows them everywhere"
+    (("user", "system"), ("user", "assistant", "system", "user"))
+    (("user", "system"),)
+with conversation.Conversation.with_reminders, test_gemma_template.test_instructions_behind_a_reply_begin_the_users_next_turn:
+    "a reminder behind a reply is one more turn of the user"
+    is_reminder = True
+    pass
