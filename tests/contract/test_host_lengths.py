@@ -18,15 +18,16 @@ from hiserve.attention.base import Attention, AttentionShape
 from hiserve.attention.paired import GraphedAttention, PairedAttention
 from hiserve.attention.reference_attention import ReferenceAttention
 from hiserve.engine import runner_factory
-from hiserve.models.model_config import NANO
-from tests.helpers.cache_paths import SETTINGS, pool
+from tests.helpers.cache_paths import SMALL_MODEL, pool
+from tests.helpers.dialogues import trained
 from tests.helpers.recorded import HostLengthAttention, RecordableAttention
 from tests.helpers.recorded_llm import allow_recording
+from tests.helpers.small_model import small_model
 from tests.helpers.tiered import engine_of
 from tests.helpers.widening import some
 
 SEED, NUM_NEW, STEPS = 61, 20, 3
-SPECS = {"off": "off", "ngram": "ngram", "draft_model": f"draft:{NANO}", "eagle3": "eagle3", "mtp": "mtp"}
+SPECS = ("off", "ngram", "draft_model", "eagle3", "mtp")
 PROPOSERS = pytest.mark.parametrize("proposer", some(SPECS, "off", "eagle3"))
 DRAFTS = pytest.mark.parametrize("proposer", some(SPECS, "eagle3"))
 Make = Callable[[ReferenceAttention], Attention]
@@ -43,7 +44,7 @@ def workload() -> tuple[list[list[int]], list[SamplingParams], list[list[int]]]:
         SamplingParams(temperature=0.7 * (index % 2), seed=index, max_tokens=NUM_NEW - 2 * index, ignore_eos=True)
         for index in range(6)
     ]
-    with LLM(**SETTINGS, **pool(16), spec="off", host_cache_gib=0) as llm:
+    with LLM(**SMALL_MODEL, **pool(16), spec="off", host_cache_gib=0) as llm:
         results = llm.generate(prompts, sampling)
     return prompts, sampling, [result.outputs[0].token_ids for result in results]
 
@@ -59,7 +60,9 @@ def ask(llm: LLM) -> None:
 
 def settings(proposer: str, depth: int, **others: Any) -> dict[str, Any]:
     options = (
-        SETTINGS | pool(16) | {"spec": SPECS[proposer], "spec_steps": STEPS, "overlap": depth, "host_cache_gib": 0}
+        SMALL_MODEL
+        | pool(16)
+        | {"spec": trained(proposer, small_model()), "spec_steps": STEPS, "overlap": depth, "host_cache_gib": 0}
     )
     return options | others
 

@@ -16,11 +16,13 @@ from hiserve.core.kv_groups import CANARY
 from hiserve.core.transfers import CopyKind, PageCopy
 from hiserve.engine.loop import Engine
 from hiserve.errors import InvariantError
+from tests.helpers.small_model import small_model
 from tests.helpers.tiers import squeeze
 from tests.helpers.waiting import PATIENCE_S
 
 PAGE = 16
 SETTINGS: dict[str, Any] = {
+    "model": small_model(),
     "in_process": True,
     "page_size": PAGE,
     "max_model_len": 256,

@@ -29,6 +29,7 @@ from tests.helpers.cache_paths import (
     store_hits,
     warm_restart,
 )
+from tests.helpers.small_model import small_model
 from tests.helpers.widening import usual
 
 SEED = 41
@@ -62,7 +63,7 @@ def work_of(remainder: int, is_greedy: bool, seed: int) -> Work:
         prompts.append(head + rng.integers(7, 4096, size - len(head)).tolist())
     options = {"temperature": 0.0} if is_greedy else {"temperature": 0.9, "top_p": 0.95}
     sampling = [SamplingParams(seed=i, max_tokens=NUM_NEW, ignore_eos=True, **options) for i in range(NUM_PROMPTS)]
-    return answer(prompts, sampling)
+    return answer(prompts, sampling, model=small_model())
 
 
 def named(case: Case) -> str:
@@ -73,7 +74,7 @@ def named(case: Case) -> str:
 @pytest.mark.parametrize("case", usual(pairwise(ALL)), ids=named)
 def test_the_tokens_are_those_of_an_engine_without_cache(case: Case, tmp_path: Path) -> None:
     path, remainder, depth, is_greedy = case
-    path(work_of(remainder, is_greedy, SEED), tmp_path, overlap=depth)
+    path(work_of(remainder, is_greedy, SEED), tmp_path, overlap=depth, model=small_model())
 
 
 @pytest.mark.long
@@ -82,7 +83,9 @@ def test_the_whole_product(case: Case, tmp_path: Path) -> None:
     path, remainder, depth, is_greedy = case
     for number in range(NUM_ROUNDS_LONG):
         print(f"seed {SEED + 1 + number}")
-        path(work_of(remainder, is_greedy, SEED + 1 + number), tmp_path / str(number), overlap=depth)
+        path(
+            work_of(remainder, is_greedy, SEED + 1 + number), tmp_path / str(number), overlap=depth, model=small_model()
+        )
 
 
 def test_the_product_and_its_covering_are_what_they_claim() -> None:

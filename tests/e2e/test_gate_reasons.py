@@ -17,12 +17,14 @@ from hiserve.runners.gate import Reason
 from tests.helpers import recorded
 from tests.helpers.recorded import RecordedCapture, RecordedGraph
 from tests.helpers.recorded_llm import allow_recording
+from tests.helpers.small_model import small_model
 from tests.helpers.tiered import engine_of
 
 SEED, NUM_NEW = 73, 8
 PROMPTS = [np.random.default_rng([SEED, size]).integers(7, 4096, size).tolist() for size in (40, 9, 60)]
 GREEDY = SamplingParams(temperature=0.0, seed=0, max_tokens=NUM_NEW, ignore_eos=True)
 SETTINGS: dict[str, Any] = {
+    "model": small_model(),
     "in_process": True,
     "dtype": "float64",
     "max_model_len": 96,

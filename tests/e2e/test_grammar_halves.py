@@ -19,7 +19,7 @@ from hiserve.ipc.messages import Admit
 from hiserve.runners import graph
 from hiserve.runners.device_rows import MaskBuffers
 from hiserve.runners.dispatch import Dispatch
-from tests.helpers.cache_paths import SETTINGS
+from tests.helpers.cache_paths import SMALL_MODEL
 from tests.helpers.grammars import GRAMMARS, compile_first
 from tests.helpers.recorded_llm import allow_recording
 from tests.helpers.tiered import engine_of
@@ -115,7 +115,7 @@ LATE = pytest.mark.parametrize(
 
 @contextmanager
 def running(**settings: Any) -> Iterator[Run]:
-    with LLM(**SETTINGS | {"max_running_requests": len(ASKED)} | settings) as llm:
+    with LLM(**SMALL_MODEL | {"max_running_requests": len(ASKED)} | settings) as llm:
         yield Run(llm)
 
 
@@ -266,7 +266,7 @@ def test_a_worker_killed_between_the_halves_is_followed_by_one_that_goes_on(
         with pytest.raises(KilledError):
             first()
     left = [uid for uid in ASKED if uid not in first.ends]
-    with LLM(**SETTINGS | {"max_running_requests": len(ASKED)} | how) as llm:
+    with LLM(**SMALL_MODEL | {"max_running_requests": len(ASKED)} | how) as llm:
         second = Run(llm, first.tokens)
         second(left)
     found = {uid: (second.tokens[uid], (first.ends | second.ends)[uid]) for uid in ASKED}

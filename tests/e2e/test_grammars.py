@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from pathlib import Path
 from typing import Any
 
 import msgspec
@@ -19,18 +20,18 @@ from hiserve.grammar import matcher as matchers
 from hiserve.llm.outputs import RequestOutput
 from hiserve.sampling.params import SamplingRows
 from hiserve.sampling.sampler import sample
-from tests.helpers.cache_paths import SETTINGS
+from tests.helpers.cache_paths import SMALL_MODEL
 from tests.helpers.grammars import (
     GRAMMARS,
     PATTERN,
     compile_first,
     is_valid,
-    nano_folder,
     nano_tokenizer,
     nano_vocabulary,
 )
 from tests.helpers.models import load_transformers
 from tests.helpers.oracle import next_logits
+from tests.helpers.small_model import small_model
 from tests.helpers.tiered import engine_of
 from tests.helpers.widening import some
 
@@ -74,7 +75,7 @@ Allowed = Callable[[list[int]], list[bool]]
 
 @pytest.fixture(scope="module")
 def model() -> Any:
-    return load_transformers(nano_folder(), torch.float64)
+    return load_transformers(Path(small_model()), torch.float64)
 
 
 def brute_force(model: Any, allowed_after: Allowed, prompt: list[int], sampling: SamplingParams) -> list[int]:
@@ -134,7 +135,7 @@ def by_single_tokens(grammar: Grammar) -> Allowed:
 
 @pytest.fixture(scope="module")
 def engine() -> Iterator[LLM]:
-    with LLM(spec="off", **SETTINGS) as llm:
+    with LLM(spec="off", **SMALL_MODEL) as llm:
         yield llm
 
 
@@ -169,7 +170,7 @@ def test_tokens_are_those_of_a_reference_that_tries_every_token(name: str, how: 
 @pytest.fixture(scope="module")
 def plain() -> list[tuple[list[int], str | None]]:
     """Each request alone, one step after the other, without drafts."""
-    with LLM(spec="off", overlap=0, **SETTINGS) as llm:
+    with LLM(spec="off", overlap=0, **SMALL_MODEL) as llm:
         done = [replies(llm, [text], [sampling])[0].outputs[0] for text, sampling in requests()]
         assert grammars_of(llm).stats().masks > 100
     for (_, sampling), output in zip(requests(), done, strict=True):
@@ -196,7 +197,7 @@ def test_replies_do_not_depend_on_drafts_overlap_or_other_requests(
     plain: list[tuple[list[int], str | None]], variant: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(matchers, "LEAST_ADVANCED", 2)  # side by side, where there are several threads
-    with LLM(**SETTINGS | VARIANTS[variant]) as llm:
+    with LLM(**SMALL_MODEL | VARIANTS[variant]) as llm:
         texts, each = zip(*requests(), strict=True)
         done = [output.outputs[0] for output in replies(llm, list(texts), list(each))]
         stats, grammars = engine_of(llm).stats(), grammars_of(llm)
@@ -214,7 +215,7 @@ def test_a_reply_ends_with_its_grammar_inside_an_accepted_run() -> None:
     reply = "the number is 12345 and the end is here."
     grammar = Grammar.of("regex", regex.escape(reply, literal_spaces=True).replace("\\.", "[.]"))
     sampling = SamplingParams(temperature=0.0, seed=1, max_tokens=60, grammar=grammar)
-    with LLM(spec="ngram", spec_steps=4, **SETTINGS) as llm:
+    with LLM(spec="ngram", spec_steps=4, **SMALL_MODEL) as llm:
         (output,) = replies(llm, [f"{reply} And then more. {reply} And then more. Say it:"], [sampling])
         stats = engine_of(llm).stats()
     assert (output.outputs[0].text, output.outputs[0].finish_reason) == (reply, "stop")
@@ -224,7 +225,7 @@ def test_a_reply_ends_with_its_grammar_inside_an_accepted_run() -> None:
 
 def test_scores_are_the_models_own() -> None:
     """A token that the mask forces has the log-probability that the model gives it without any mask."""
-    with LLM(spec="off", **SETTINGS) as llm:
+    with LLM(spec="off", **SMALL_MODEL) as llm:
         forced = constrained("choice", SamplingParams(temperature=0.0, seed=1, max_tokens=8, logprobs=2))
         (output,) = replies(llm, [TEXTS[0]], [forced])
         tokens = [*llm.encode(TEXTS[0]), *output.outputs[0].token_ids]
@@ -241,7 +242,7 @@ def test_scores_are_the_models_own() -> None:
 def test_a_budget_ends_the_thought_and_changes_nothing_else(name: str, end: str) -> None:
     budget, mark = 7, nano_tokenizer().encode(end, add_special_tokens=False).tolist()
     asked = [params for about, params in ASKED.items() if about != "penalties"]
-    with LLM(**(SETTINGS | VARIANTS[name])) as llm:
+    with LLM(**(SMALL_MODEL | VARIANTS[name])) as llm:
         thought = budget + len(mark)
         for params in asked:
             free = msgspec.structs.replace(params, max_tokens=budget)

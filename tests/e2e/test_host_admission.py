@@ -8,8 +8,10 @@ import numpy as np
 import pytest
 
 from hiserve import LLM, SamplingParams
+from tests.helpers.small_model import small_model
 
 SETTINGS: dict[str, Any] = {
+    "model": small_model(),
     "in_process": True,
     "max_model_len": 128,
     "kv_pages": 60,

@@ -31,10 +31,12 @@ from hiserve.scheduler.client import EngineClient
 from tests.helpers.forks import forked_engines
 from tests.helpers.segment_name import segment_name
 from tests.helpers.settings import identified
+from tests.helpers.small_model import small_model
 from tests.helpers.waiting import PATIENCE_S, until
 
 PAGE = 16
 SETTINGS: dict[str, Any] = {
+    "model": small_model(),
     "device": "cpu",
     "dtype": "float64",
     "page_size": PAGE,

@@ -10,11 +10,13 @@ import pytest
 
 from hiserve import LLM, SamplingParams
 from hiserve.ipc.messages import WorkerStats
+from tests.helpers.small_model import small_model
 from tests.helpers.tiered import check_whole, engine_of
 from tests.helpers.widening import some
 
 PAGE = 16
 SMALL: dict[str, Any] = {
+    "model": small_model(),
     "in_process": True,
     "dtype": "float64",
     "page_size": PAGE,

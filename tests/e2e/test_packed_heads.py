@@ -33,6 +33,7 @@ from tests.helpers.cache_paths import (
 from tests.helpers.models import Engine, save_family, save_llama
 from tests.helpers.plans import HandPlanner
 from tests.helpers.recorded_llm import allow_recording
+from tests.helpers.small_model import small_model
 from tests.helpers.tiered import host_of
 from tests.helpers.widening import some
 
@@ -41,12 +42,12 @@ PAGE, WINDOW = 16, 21
 PACKED: dict[str, Any] = {"kv_dtype": "fp8"}
 # Path, model, and settings; where windows have pages of their own, their scales have these too.
 CASES: dict[str, tuple[Callable[..., None], str, dict[str, Any]]] = {
-    "storm": (storm, "nano", {"spec": "eagle3", "spec_steps": 2, "overlap": 1, "graphs": "all", "kv_canary": False}),
-    "preemption": (preemption, "nano", {"spec": "mtp", "spec_steps": 2, "max_batched_tokens": 16}),
+    "storm": (storm, "small", {"spec": "eagle3", "spec_steps": 2, "overlap": 1, "graphs": "all", "kv_canary": False}),
+    "preemption": (preemption, "small", {"spec": "mtp", "spec_steps": 2, "max_batched_tokens": 16}),
     "windows": (host_hits, "windows", {"spec": "ngram", "overlap": 1, "graphs": "all", "kv_canary": False}),
-    "store": (store_hits, "nano", {"spec": "off"}),
+    "store": (store_hits, "small", {"spec": "off"}),
     "chunks": (chunks, "windows", {"spec": "ngram", "window_pages": "auto"}),
-    "garbled": (garbled_pages, "nano", {"spec": "ngram", "overlap": 1}),
+    "garbled": (garbled_pages, "small", {"spec": "ngram", "overlap": 1}),
 }
 USUAL = ("windows", "store")  # and what ``test_speed_matrix.py`` has
 
@@ -57,7 +58,7 @@ def folders(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
     windows = tmp_path_factory.mktemp("windows")
     save_family("gpt_oss", windows, vocab_size=4096, sliding_window=WINDOW, head_dim=32)
     shutil.copy(find_model(NANO) / "tokenizer.json", windows)
-    return {"nano": find_model(NANO), "windows": windows}
+    return {"small": Path(small_model()), "windows": windows}
 
 
 @lru_cache

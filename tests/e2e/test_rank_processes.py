@@ -27,14 +27,14 @@ from hiserve.errors import ConfigError, EngineError, ResourceError
 from hiserve.models.builtin_shapes import read_model
 from hiserve.models.draft_config import model_facts
 from hiserve.scheduler.client import EngineClient
-from tests.helpers.cache_paths import SETTINGS, pool
+from tests.helpers.cache_paths import SMALL_MODEL, pool
 from tests.helpers.processes import children, is_alive, wait_dead
 from tests.helpers.segment_name import segment_name
 from tests.helpers.settings import identified
 from tests.helpers.tiered import engine_of
 from tests.helpers.waiting import PATIENCE_S, wait_until
 
-GROUP: dict[str, Any] = SETTINGS | pool(16) | {"tp": 2, "host_cache_gib": 0, "spec": "off"}
+GROUP: dict[str, Any] = SMALL_MODEL | pool(16) | {"tp": 2, "host_cache_gib": 0, "spec": "off"}
 RNG = np.random.default_rng(5)
 PROMPTS = [RNG.integers(7, 4096, 20 + 9 * index).tolist() for index in range(3)]
 SAMPLING = [SamplingParams(seed=i, temperature=0.8 * (i % 2), max_tokens=10, ignore_eos=True) for i in range(3)]

@@ -17,7 +17,6 @@ import pytest
 
 from hiserve import LLM, SamplingParams
 from hiserve.core.transfers import CopyKind, PageCopy
-from hiserve.models.model_config import NANO
 from tests.helpers.cache_paths import (
     HOST,
     SETTINGS,
@@ -33,7 +32,9 @@ from tests.helpers.cache_paths import (
     store_hits,
     storm,
 )
+from tests.helpers.dialogues import trained
 from tests.helpers.recorded_llm import allow_recording
+from tests.helpers.small_model import small_model
 from tests.helpers.tiered import check_whole, counts_of, leave_device, transfers_of
 from tests.helpers.transfers import hold_copies
 from tests.helpers.widening import usual
@@ -64,7 +65,6 @@ PROPOSERS, DEPTHS, GATES = ("off", "ngram", "draft_model", "eagle3", "mtp"), (0,
 GRAPHS, HOW = ("all", "decode"), ("greedy", "drawn", "penalised")
 SOME = usual(pairwise(list(product(PATHS, PROPOSERS, DEPTHS, GATES, (2,), GRAPHS, HOW))))
 ALL: list[Case] = list(product(MORE_PATHS, PROPOSERS, DEPTHS, GATES, (2, "auto"), GRAPHS, HOW))
-SPECS = {"off": "off", "ngram": "ngram", "draft_model": f"draft:{NANO}", "eagle3": "eagle3", "mtp": "mtp"}
 SAMPLING = {
     "greedy": {"temperature": 0.0},
     "drawn": {"temperature": 0.9},
@@ -86,7 +86,7 @@ def work_of(how: str) -> Work:
         )
         for i, options in enumerate([SAMPLING[how]] * 4)
     ]
-    return answer(prompts, sampling)
+    return answer(prompts, sampling, model=small_model())
 
 
 def named(case: Case) -> str:
@@ -99,8 +99,8 @@ def test_graphs_change_nothing(case: Case, tmp_path: Path, monkeypatch: pytest.M
     path, proposer, depth, gate, steps, graphs, how = case
     work = work_of(how)
     executors = allow_recording(monkeypatch)
-    options = {"spec": SPECS[proposer], "spec_steps": steps, "overlap": depth, "graphs": graphs, "graph_gate": gate}
-    path(work, tmp_path, PAGE, kv_canary=False, **options)
+    options = {"spec": trained(proposer, small_model()), "spec_steps": steps, "overlap": depth}
+    path(work, tmp_path, PAGE, model=small_model(), kv_canary=False, graphs=graphs, graph_gate=gate, **options)
     counts = Counter[str]()
     for executor in executors:
         for action, reasons in executor.gate_counts().items():

@@ -20,6 +20,7 @@ from hiserve.core.transfers import CopyKind, PageCopy
 from hiserve.runners.gate import Action, Decision, Reason
 from tests.helpers.gated import run_until, send
 from tests.helpers.recorded_llm import allow_recording
+from tests.helpers.small_model import small_model
 from tests.helpers.tiered import check_whole, engine_of, rest, transfers_of
 from tests.helpers.tiers import squeeze
 from tests.helpers.transfers import hold_copies
@@ -31,6 +32,7 @@ LENGTHS = (64, 65)
 GREEDY = SamplingParams(temperature=0.0, seed=0, max_tokens=NUM_NEW, ignore_eos=True)
 DEPTHS = pytest.mark.parametrize("depth", some([0, 1], 1), ids=["depth 0", "depth 1"])
 SETTINGS: dict[str, Any] = {
+    "model": small_model(),
     "in_process": True,
     "dtype": "float64",
     "page_size": PAGE,

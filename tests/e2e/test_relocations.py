@@ -23,10 +23,12 @@ from hiserve.kernels import step_reference
 from hiserve.runners.gate import Action, Reason
 from tests.helpers.gated import rows_alone, without_rows
 from tests.helpers.recorded_llm import allow_recording
+from tests.helpers.small_model import small_model
 from tests.helpers.tiered import cache_of, check_whole, engine_of
 
 SEED, PAGE, NUM_NEW = 71, 4, 26
 SETTINGS: dict[str, Any] = {
+    "model": small_model(),
     "in_process": True,
     "dtype": "float64",
     "page_size": PAGE,

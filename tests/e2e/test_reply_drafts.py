@@ -9,7 +9,7 @@ import pytest
 
 from hiserve import LLM, SamplingParams
 from hiserve.core.usage import DraftStats, DraftUse
-from tests.helpers.cache_paths import SETTINGS, pool
+from tests.helpers.cache_paths import SMALL_MODEL, pool
 from tests.helpers.tiered import engine_of
 
 NUM_NEW, NUM_DRAFT = 24, 5
@@ -34,7 +34,7 @@ def stats_of(llm: LLM) -> DraftStats:
 
 
 def engine(**settings: Any) -> LLM:
-    return LLM(**SETTINGS | pool(16) | {"host_cache_gib": 0} | NGRAM | settings)
+    return LLM(**SMALL_MODEL | pool(16) | {"host_cache_gib": 0} | NGRAM | settings)
 
 
 @pytest.fixture(scope="module")

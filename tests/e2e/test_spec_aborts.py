@@ -13,9 +13,10 @@ import numpy as np
 import pytest
 
 from hiserve import LLM, SamplingParams
-from tests.helpers.cache_paths import HOST, SETTINGS, pool
+from tests.helpers.cache_paths import HOST, SMALL_MODEL, pool
 from tests.helpers.dialogues import conversations, shuffled, trained
 from tests.helpers.gated import send
+from tests.helpers.small_model import small_model
 from tests.helpers.storm import load_whatever_it_costs
 from tests.helpers.tiered import cache_of, check_whole, counts_of, engine_of
 from tests.invariants.page_checks import check_pages
@@ -77,8 +78,8 @@ def test_an_abort_beside_drafts_loses_no_page_and_changes_nobodys_tokens(
     print(f"seed {SEED}")
     rng = np.random.default_rng(SEED)
     greedy = SamplingParams(temperature=0.0, seed=0, max_tokens=16, ignore_eos=True)
-    options = SETTINGS | pool(4, 96) | HOST | {"max_model_len": 96, "overlap": depth}
-    with LLM(**options, spec=trained("eagle3"), spec_steps=STEPS) as llm:
+    options = SMALL_MODEL | pool(4, 96) | HOST | {"max_model_len": 96, "overlap": depth}
+    with LLM(**options, spec=trained("eagle3", small_model()), spec_steps=STEPS) as llm:
         engine: Any = engine_of(llm)
         load_whatever_it_costs(llm)
         prompts = shuffled(rng, conversations(llm)[:4], num_requests)

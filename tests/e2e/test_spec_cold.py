@@ -13,10 +13,11 @@ from hiserve import LLM, SamplingParams
 from hiserve.core.startup_measurements import StepCosts
 from hiserve.core.usage import DraftUse
 from hiserve.spec.adaptive import DraftController
-from tests.helpers.cache_paths import HOST, SETTINGS, answer, check, pool
+from tests.helpers.cache_paths import HOST, SMALL_MODEL, answer, check, pool
 from tests.helpers.cold_heads import Scripted, counted, forwards_in_the_cold, proposer_of, script, shown_to
 from tests.helpers.dialogues import conversations, trained
 from tests.helpers.drafted import save_heads
+from tests.helpers.small_model import small_model
 from tests.helpers.step_costs import step_costs
 from tests.helpers.tiered import check_whole, counts_of, engine_of, leave_device, rest
 from tests.helpers.widening import some
@@ -29,7 +30,7 @@ SAMPLING = [
 
 
 def settings(spec: str, page_size: int = 16, **others: Any) -> dict[str, Any]:
-    base = SETTINGS | pool(page_size) | {"host_cache_gib": 0, "spec": spec, "spec_steps": STEPS}
+    base = SMALL_MODEL | pool(page_size) | {"host_cache_gib": 0, "spec": spec, "spec_steps": STEPS}
     return base | others
 
 
@@ -41,7 +42,7 @@ def prompts_of(llm: LLM, num: int) -> list[list[int]]:
 def work() -> Any:
     with LLM(**settings("off", spec_steps=0)) as llm:
         prompts = prompts_of(llm, len(SAMPLING))
-    return answer(prompts, SAMPLING)
+    return answer(prompts, SAMPLING, model=small_model())
 
 
 @pytest.mark.parametrize(
@@ -56,7 +57,7 @@ def work() -> Any:
     ],
 )
 def test_tokens_are_the_same_however_often_the_head_goes_cold(work: Any, kind: str, page_size: int, depth: int) -> None:
-    with LLM(**settings(trained(kind), page_size, overlap=depth) | HOST) as llm:
+    with LLM(**settings(trained(kind, small_model()), page_size, overlap=depth) | HOST) as llm:
         for period in (3, 7, 23):
             script(llm, Scripted(STEPS, lambda step, period=period: step // period % 2 == 1))
             for result, expected in zip(llm.generate(work.prompts, work.sampling), work.expected, strict=True):
@@ -71,7 +72,7 @@ def test_a_cold_head_computes_nothing_and_drafts_as_well_once_it_is_warm(work: A
     """Behind what it left out: with less to attend over it is right less often, and right all the same."""
     lengths = {}
     for begins_warm in (True, False):
-        with LLM(**settings(trained(kind), 4, overlap=0)) as llm:
+        with LLM(**settings(trained(kind, small_model()), 4, overlap=0)) as llm:
             head = counted(llm)
             script(llm, Scripted(STEPS, lambda step, begins_warm=begins_warm: not begins_warm and step < 12))
             while_cold, shown = forwards_in_the_cold(llm, head), shown_to(llm)
@@ -137,7 +138,7 @@ def test_pages_that_were_published_in_the_cold_are_known_as_such_wherever_they_c
 ) -> None:
     """And those before them as drafted: another engine, with the same host or store, knows it too."""
     page_size, warm_pages, cold_pages = 4, 4, 5
-    options = settings(trained(kind), page_size, max_running_requests=1, max_batched_tokens=16, **HOST)
+    options = settings(trained(kind, small_model()), page_size, max_running_requests=1, max_batched_tokens=16, **HOST)
     options["kv_canary"] = False
     if tier == "store":
         options |= {"store": f"file:{tmp_path}", "store_prefetch": "wait"}

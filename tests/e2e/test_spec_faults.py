@@ -14,9 +14,10 @@ from hiserve.core.plan import BatchPlan
 from hiserve.runners.device_rows import DeviceRows
 from hiserve.spec.head import HeadProposer
 from tests.helpers import cuda
-from tests.helpers.cache_paths import HOST, SETTINGS, pool
+from tests.helpers.cache_paths import HOST, SMALL_MODEL, pool
 from tests.helpers.dialogues import conversations, trained
 from tests.helpers.gated import hold_loads, watch
+from tests.helpers.small_model import small_model
 from tests.helpers.tiered import check_whole, counts_of, engine_of, leave_device
 
 PAGE, STEPS = 4, 3
@@ -25,7 +26,7 @@ PROPOSERS = ["eagle3", pytest.param("ngram", marks=pytest.mark.long)]
 
 
 def settings(**others: Any) -> dict[str, Any]:
-    return SETTINGS | pool(PAGE) | HOST | {"spec": "off"} | others
+    return SMALL_MODEL | pool(PAGE) | HOST | {"spec": "off"} | others
 
 
 def prompts(llm: LLM) -> list[list[int]]:
@@ -135,7 +136,7 @@ class Spoiler:
 
 @pytest.fixture(scope="module", params=PROPOSERS)
 def spoiled(request: pytest.FixtureRequest) -> Iterator[tuple[LLM, Spoiler]]:
-    spec = trained(request.param)
+    spec = trained(request.param, small_model())
     with LLM(**settings(host_cache_gib=0, disable_prefix_cache=True, spec=spec, spec_steps=STEPS)) as llm:
         yield llm, Spoiler(llm)
 
@@ -164,7 +165,9 @@ def test_rows_draft_behind_the_load_that_they_were_started_behind(
 ) -> None:
     """The first drafts read the head's part of pages that were on their way when the step was launched."""
     monkeypatch.setattr(cuda, "DEVICE", "cpu")
-    with LLM(**settings(overlap=depth, spec=trained("eagle3"), spec_steps=STEPS, kv_canary=False)) as llm:
+    with LLM(
+        **settings(overlap=depth, spec=trained("eagle3", small_model()), spec_steps=STEPS, kv_canary=False)
+    ) as llm:
         cold = llm.generate(prompts(llm), GREEDY)
         leave_device(llm)
         for plane in planes_of(llm):

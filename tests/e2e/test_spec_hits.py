@@ -13,8 +13,9 @@ import numpy as np
 import pytest
 
 from hiserve import LLM, SamplingParams
-from tests.helpers.cache_paths import HOST, PAGE, SETTINGS, answer, check, pool
+from tests.helpers.cache_paths import HOST, PAGE, SETTINGS, SMALL_MODEL, answer, check, pool
 from tests.helpers.dialogues import conversations, trained
+from tests.helpers.small_model import small_model
 from tests.helpers.tiered import check_whole, counts_of, leave_device, rest
 
 GREEDY = SamplingParams(temperature=0.0, seed=0, max_tokens=12, ignore_eos=True)
@@ -27,7 +28,7 @@ Hits = list[tuple[int, int]]
 def hits_of(spec: str, page_size: int) -> Hits:
     """Returns (device, host) tokens that three turns find: nothing, what was loaded, what is there."""
     found: Hits = []
-    with LLM(**SETTINGS | pool(page_size) | HOST, spec=spec, spec_steps=3) as llm:
+    with LLM(**SMALL_MODEL | pool(page_size) | HOST, spec=spec, spec_steps=3) as llm:
         prompts = conversations(llm)[::7][:DIALOGUES]
         for turn in range(3):
             results = llm.generate(prompts, GREEDY)
@@ -48,7 +49,7 @@ def hits_of(spec: str, page_size: int) -> Hits:
     ],
 )
 def test_tc_07_speculation_does_not_defeat_prefix_reuse(spec: str, page_size: int) -> None:
-    drafted, plain = hits_of(trained(spec), page_size), hits_of("off", page_size)
+    drafted, plain = hits_of(trained(spec, small_model()), page_size), hits_of("off", page_size)
     for ours, theirs in zip(drafted, plain, strict=True):
         assert sum(ours) >= sum(theirs) - page_size
     assert all(host for _, host in plain[DIALOGUES : 2 * DIALOGUES])
@@ -81,8 +82,8 @@ def test_tc_09_lookups_in_the_text_work_over_the_host_tier(steps: int) -> None:
 def test_tc_10_no_page_is_lost_to_rejected_tokens(page_size: int, num_requests: int) -> None:
     """Replies of any length: the last page of one may have been for drafts alone."""
     rng = np.random.default_rng(10)
-    options = SETTINGS | pool(page_size, 512) | HOST | {"dtype": "float32"}
-    with LLM(**options, spec=trained("mtp"), spec_steps=3) as llm:
+    options = SMALL_MODEL | pool(page_size, 512) | HOST | {"dtype": "float32"}
+    with LLM(**options, spec=trained("mtp", small_model()), spec_steps=3) as llm:
         prompts = conversations(llm)
         requests = [
             (

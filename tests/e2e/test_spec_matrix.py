@@ -27,6 +27,7 @@ from tests.helpers.cache_paths import (
     storm,
 )
 from tests.helpers.dialogues import trained
+from tests.helpers.small_model import small_model
 from tests.helpers.widening import usual
 
 SEED = 43
@@ -54,7 +55,7 @@ def work_of(is_greedy: bool) -> Work:
     sampling = [
         SamplingParams(seed=i, max_tokens=NUM_NEW - i, ignore_eos=bool(i % 2), logprobs=2, **options) for i in range(4)
     ]
-    return answer(prompts, sampling)
+    return answer(prompts, sampling, model=small_model())
 
 
 def named(case: Case) -> str:
@@ -65,7 +66,8 @@ def named(case: Case) -> str:
 @pytest.mark.parametrize("case", usual(pairwise(ALL)), ids=named)
 def test_speculation_changes_nothing(case: Case, tmp_path: Path) -> None:
     path, proposer, steps, page_size, depth, is_greedy = case
-    path(work_of(is_greedy), tmp_path, page_size, overlap=depth, spec=trained(proposer), spec_steps=steps)
+    settings = {"spec": trained(proposer, small_model()), "spec_steps": steps, "overlap": depth}
+    path(work_of(is_greedy), tmp_path, page_size, model=small_model(), **settings)
 
 
 @pytest.mark.long

@@ -19,9 +19,10 @@ import pytest
 from hiserve import LLM, SamplingParams
 from hiserve.core.usage import DraftUse
 from hiserve.llm.outputs import RequestOutput
-from tests.helpers.cache_paths import HOST, SETTINGS, pool
+from tests.helpers.cache_paths import HOST, SMALL_MODEL, pool
 from tests.helpers.dialogues import conversations, trained
 from tests.helpers.segment_name import segment_name
+from tests.helpers.small_model import small_model
 from tests.helpers.tiered import Pages, counts_of, draft_pages, engine_of, leave_device, rest, seal, target_pages
 from tests.helpers.tokenwise import tokenwise
 
@@ -40,7 +41,7 @@ def exact() -> Iterator[None]:
 
 
 def settings(page_size: int, **others: Any) -> dict[str, Any]:
-    return SETTINGS | pool(page_size) | HOST | {"kv_canary": False, "spec": "off"} | others
+    return SMALL_MODEL | pool(page_size) | HOST | {"kv_canary": False, "spec": "off"} | others
 
 
 def ask(llm: LLM, num_more: int = 0) -> list[RequestOutput]:
@@ -128,7 +129,7 @@ SOURCES = {"device": "device", "host": "host", "store": "store", "adopted": "hos
 
 @pytest.fixture(scope="module")
 def cold() -> Callable[[str], Cold]:
-    return lru_cache(lambda kind: Cold(8, spec=trained(kind), spec_steps=STEPS))
+    return lru_cache(lambda kind: Cold(8, spec=trained(kind, small_model()), spec_steps=STEPS))
 
 
 @pytest.mark.parametrize(
@@ -142,7 +143,7 @@ def test_a_cached_prompt_has_the_bytes_and_the_acceptance_of_a_cold_one(
     cold: Callable[[str], Cold], kind: str, where: str, tmp_path: Path
 ) -> None:
     """The drafts' part of pages as well as the model's: those that were found, and those computed behind them."""
-    with FOUND[where](tmp_path, page_size=8, spec=trained(kind), spec_steps=STEPS) as llm:
+    with FOUND[where](tmp_path, page_size=8, spec=trained(kind, small_model()), spec_steps=STEPS) as llm:
         results = ask(llm)
         assert all(getattr(result.cached, SOURCES[where]) for result in results)
         rest(llm)
@@ -151,7 +152,7 @@ def test_a_cached_prompt_has_the_bytes_and_the_acceptance_of_a_cold_one(
         assert use_of(results) == expected.used
         assert target_pages(llm) == expected.target
         assert draft_pages(llm) == expected.draft
-    assert sum(used.accepted for used in expected.used if used) > NUM_PROMPTS * STEPS
+    assert sum(used.accepted for used in expected.used if used) > 2 * NUM_PROMPTS
 
 
 @pytest.mark.parametrize("kind", ["eagle3", pytest.param("mtp", marks=pytest.mark.long)])
@@ -159,9 +160,9 @@ def test_tc_01_what_was_evicted_to_the_host_and_loaded_keeps_its_drafts(kind: st
     """Prompts in turns that push each other out of the device, against an engine that has room for all."""
     runs = []
     for num_tokens in (96, 2000):
-        options = settings(4, spec=trained(kind), spec_steps=STEPS, max_running_requests=1, max_model_len=96) | pool(
-            4, num_tokens
-        )
+        options = settings(
+            4, spec=trained(kind, small_model()), spec_steps=STEPS, max_running_requests=1, max_model_len=96
+        ) | pool(4, num_tokens)
         with LLM(**options) as llm:
             results = ask(llm) + ask(llm)
             rest(llm)
@@ -192,7 +193,7 @@ def test_tc_01_what_was_evicted_to_the_host_and_loaded_keeps_its_drafts(kind: st
 def test_pages_that_steps_with_drafts_publish_are_those_of_plain_decoding(
     spec: str, steps: int, page_size: int, depth: int
 ) -> None:
-    proposer = trained(spec)
+    proposer = trained(spec, small_model())
     drafted = Cold(page_size, overlap=depth, spec=proposer, spec_steps=steps)
     plain = Cold(page_size, overlap=depth, num_more=1)  # so that it computes the last tokens, too
     assert drafted.said == [each[:NUM_NEW] for each in plain.said]
@@ -207,7 +208,7 @@ def test_pages_that_steps_with_drafts_publish_are_those_of_plain_decoding(
 def test_prompts_that_part_right_behind_a_page_keep_their_acceptance(kind: str) -> None:
     """What the model showed of the page's last token comes with the page: nothing of the other prompt does."""
     page_size = 4
-    options = settings(page_size, host_cache_gib=0, spec=trained(kind), spec_steps=STEPS)
+    options = settings(page_size, host_cache_gib=0, spec=trained(kind, small_model()), spec_steps=STEPS)
     greedy = SAMPLING[0]
     with LLM(**options) as llm:
         one, other = conversations(llm)[0], conversations(llm)[7]

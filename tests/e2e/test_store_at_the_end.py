@@ -16,6 +16,7 @@ from hiserve import LLM, SamplingParams
 from hiserve.cache.storage.inventory import store_in
 from hiserve.core.machine import GIB
 from hiserve.engine import store_prefetch, tier_transfers
+from hiserve.models.model_config import NANO
 from tests.e2e.live import Live
 from tests.faults.harness import serving
 from tests.helpers.sim_store import Fault, SimStore, Step
@@ -27,7 +28,7 @@ SEED = 23
 NUM_PROMPTS, NUM_TOKENS = 12, 161  # ten whole pages each, twice the device and eight times the host
 PAGE_BYTES = 1 << 18
 GREEDY = SamplingParams(temperature=0.0, seed=0, max_tokens=1, ignore_eos=True)
-TINY: dict[str, Any] = SMALL | {"host_cache_gib": 0.004, "spec": "off"}  # 15 pages
+TINY: dict[str, Any] = SMALL | {"model": NANO, "host_cache_gib": 0.004, "spec": "off"}  # 15 pages
 
 
 def prompts(count: int = NUM_PROMPTS) -> list[list[int]]:

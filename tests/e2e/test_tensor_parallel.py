@@ -32,6 +32,7 @@ from tests.helpers.cache_paths import (
     DRAFTS,
     HOST,
     SETTINGS,
+    SMALL_MODEL,
     Case,
     Work,
     answer,
@@ -50,6 +51,7 @@ from tests.helpers.models import save_family
 from tests.helpers.packed_models import pack_gpt_oss
 from tests.helpers.rank_threads import rank_threads
 from tests.helpers.segment_name import segment_name
+from tests.helpers.small_model import small_model
 from tests.helpers.state_models import save_with_head
 from tests.helpers.tiered import check_whole, counts_of, engine_of, leave_device, rest
 from tests.helpers.transfers import hold_copies
@@ -67,8 +69,8 @@ USUAL: list[Case] = [(preemption, "eagle3", "auto", 1, 2), (host_hits, "mtp", 2,
 
 
 @lru_cache
-def work() -> Work:
-    """Prompts that repeat themselves: greedy, drawn from all tokens, from few, and with penalties, scores and a bias."""
+def work(model: str | None = None) -> Work:
+    """Prompts that repeat themselves: greedy, drawn from all tokens, from few, and with penalties, scores and a bias; ``None`` is the small model."""
     rng = np.random.default_rng(SEED)
     shared = rng.integers(7, 4096, 20).tolist()
     prompts = [shared + rng.integers(7, 4096, 3 + 5 * index).tolist() + shared[:9] for index in range(4)]
@@ -81,7 +83,7 @@ def work() -> Work:
     sampling = [
         SamplingParams(seed=i, max_tokens=NUM_NEW - i % 2, ignore_eos=True, **way) for i, way in enumerate(ways)
     ]  # type: ignore[arg-type]
-    return answer(prompts, sampling)
+    return answer(prompts, sampling, model=model or small_model())
 
 
 @pytest.mark.parametrize(
@@ -90,16 +92,18 @@ def work() -> Work:
 def test_a_group_has_the_tokens_of_one(
     path: Callable[..., None], proposer: str, steps: int | str, depth: int, size: int, tmp_path: Path
 ) -> None:
-    spec: dict[str, Any] = {"spec": "off"} if proposer == "off" else {"spec": trained(proposer), "spec_steps": steps}
+    spec: dict[str, Any] = (
+        {"spec": "off"} if proposer == "off" else {"spec": trained(proposer, small_model()), "spec_steps": steps}
+    )
     if path in WITHOUT_HOST:
         spec["host_cache_gib"] = 0
     with rank_threads():
-        path(work(), tmp_path, 16, overlap=depth, tp=size, max_model_len=96, **spec)
+        path(work(), tmp_path, 16, model=small_model(), overlap=depth, tp=size, max_model_len=96, **spec)
 
 
 def test_a_group_drafts_with_a_head_of_few_tokens(tmp_path: Path) -> None:
     """Each rank computes the logits of its own draft tokens, wherever they are in the model's vocabulary; as many drafts are accepted."""
-    shutil.copytree(find_model(NANO) / "eagle3", tmp_path, dirs_exist_ok=True)
+    shutil.copytree(Path(small_model()) / "eagle3", tmp_path, dirs_exist_ok=True)
     tokens = torch.arange(3, 4096, 5)
     weights = load_file(tmp_path / "model.safetensors")
     weights |= {"d2t": tokens - torch.arange(len(tokens)), "lm_head.weight": weights["lm_head.weight"][tokens]}
@@ -107,7 +111,9 @@ def test_a_group_drafts_with_a_head_of_few_tokens(tmp_path: Path) -> None:
     config = json.loads((tmp_path / "config.json").read_text())
     (tmp_path / "config.json").write_text(json.dumps(config | {"draft_vocab_size": len(tokens)}))
     options = (
-        SETTINGS | pool(16) | {"max_model_len": 96, "host_cache_gib": 0, "spec": f"eagle3:{tmp_path}", "spec_steps": 2}
+        SMALL_MODEL
+        | pool(16)
+        | {"max_model_len": 96, "host_cache_gib": 0, "spec": f"eagle3:{tmp_path}", "spec_steps": 2}
     )
     found, scores = [], []
     for size in (1, 2):
@@ -134,10 +140,10 @@ def test_a_group_has_the_tokens_of_one_with_weights_in_few_bits(scheme: str, tmp
     found = []
     for size in (1, 2):
         with rank_threads(), LLM(**options, tp=size) as llm:
-            outputs = [each.outputs[0] for each in llm.generate(work().prompts, work().sampling)]
+            outputs = [each.outputs[0] for each in llm.generate(work(NANO).prompts, work(NANO).sampling)]
         found.append([(each.token_ids, each.drafts) for each in outputs])
     assert found[0] == found[1]
-    assert [tokens for tokens, _ in found[0]] != [each.token_ids for each in work().expected]
+    assert [tokens for tokens, _ in found[0]] != [each.token_ids for each in work(NANO).expected]
 
 
 def test_a_load_that_fails_on_another_rank_alone_is_computed_on_all(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -156,7 +162,7 @@ def test_a_load_that_fails_on_another_rank_alone_is_computed_on_all(monkeypatch:
         return transfers
 
     monkeypatch.setattr(rank, "make_transfers", breaking)
-    with rank_threads(), LLM(**SETTINGS | DRAFTS | pool(16) | HOST | {"tp": 2, "max_model_len": 96}) as llm:
+    with rank_threads(), LLM(**SMALL_MODEL | DRAFTS | pool(16) | HOST | {"tp": 2, "max_model_len": 96}) as llm:
         ask(llm, work())
         leave_device(llm)
         ask(llm, work())
@@ -265,7 +271,7 @@ def test_a_group_has_the_tokens_of_one_with_states(family: str, size: int, tmp_p
 
 def test_a_group_finds_what_a_group_of_its_size_has_stored(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """S9: shares have keys of their own; of a page that one rank does not get, all compute the rest of the prompt."""
-    options: dict[str, Any] = SETTINGS | DRAFTS | pool(16) | HOST | {"tp": 2, "max_model_len": 96}
+    options: dict[str, Any] = SMALL_MODEL | DRAFTS | pool(16) | HOST | {"tp": 2, "max_model_len": 96}
     options |= {"store": f"file:{tmp_path}", "store_prefetch": "wait"}
     with rank_threads():
         with LLM(**options) as llm:
@@ -291,7 +297,7 @@ def test_a_group_finds_what_a_group_of_its_size_has_stored(tmp_path: Path, monke
 def test_a_group_adopts_the_pages_on_the_host_that_all_its_ranks_have() -> None:
     """S9: from the ranks of a group that has ended. In the last one a rank has the first page of all prompts under another number, and frees those behind it."""
     with segment_name() as name:
-        options: dict[str, Any] = SETTINGS | DRAFTS | pool(16) | HOST | {"tp": 2, "max_model_len": 96}
+        options: dict[str, Any] = SMALL_MODEL | DRAFTS | pool(16) | HOST | {"tp": 2, "max_model_len": 96}
         found = []
         for life in range(3):
             with rank_threads(), LLM(**options | {"host_cache_name": name}) as llm:

@@ -15,6 +15,7 @@ from tests.helpers.cache_paths import SETTINGS, answer, host_hits, pool
 from tests.helpers.chosen_drafts import choose_in_turn
 from tests.helpers.dialogues import held_out_prompts
 from tests.helpers.recorded_llm import allow_recording
+from tests.helpers.small_model import small_model
 
 
 @pytest.mark.parametrize(
@@ -31,13 +32,14 @@ def test_graphs_of_trees_change_nothing(
 ) -> None:
     prompts = [text[:44] for text in held_out_prompts("services") if len(text) > 100][:3]
     sampling = [SamplingParams(seed=i, temperature=temperature, max_tokens=18 - i, ignore_eos=True) for i in range(3)]
-    work = answer(prompts, sampling)
+    work = answer(prompts, sampling, model=small_model())
     executors = allow_recording(monkeypatch)
     rows = 4
     if tree == "auto":  # chains and trees in turn, in graphs of many widths
         choose_in_turn(monkeypatch)
         rows = 2
     settings = {
+        "model": small_model(),
         "max_running_requests": rows,
         "spec": "eagle3",
         "spec_tree": tree,

@@ -28,6 +28,7 @@ from tests.helpers.cache_paths import (
 )
 from tests.helpers.chosen_drafts import choose_in_turn
 from tests.helpers.dialogues import held_out_prompts, trained
+from tests.helpers.small_model import small_model
 
 NUM_NEW = 16
 PATHS: tuple[Callable[..., None], ...] = (chunks, preemption, device_hits, host_hits, store_hits, storm)
@@ -43,7 +44,7 @@ ALL: list[Case] = list(product(PATHS, PROPOSERS, TREES, PAGES, DEPTHS, IS_GREEDY
 
 @lru_cache
 def work_of(is_greedy: bool) -> Work:
-    """Text that heads were trained on, so that they are right often; rows with penalties see the path to each node."""
+    """Text; rows with penalties see the path to each node."""
     texts = [text for text in held_out_prompts("services") if len(text) > 100]
     prompts = [text[: 66 + 9 * index] for index, text in enumerate(texts[:4])]
     options = (
@@ -54,7 +55,7 @@ def work_of(is_greedy: bool) -> Work:
     sampling = [
         SamplingParams(seed=i, max_tokens=NUM_NEW - i, ignore_eos=bool(i % 2), logprobs=2, **options) for i in range(4)
     ]
-    return answer(prompts, sampling)
+    return answer(prompts, sampling, model=small_model())
 
 
 def named(case: Case) -> str:
@@ -76,5 +77,5 @@ def test_trees_change_nothing(case: Case, tmp_path: Path, monkeypatch: pytest.Mo
     path, proposer, tree, page_size, depth, is_greedy = case
     if tree == "auto":  # chains and trees in turn
         choose_in_turn(monkeypatch)
-    settings = {"overlap": depth, "spec": trained(proposer), "spec_tree": tree, "spec_steps": "auto", "kv_canary": True}
-    path(work_of(is_greedy), tmp_path, page_size, **settings)
+    settings = {"spec": trained(proposer, small_model()), "spec_tree": tree, "spec_steps": "auto", "overlap": depth}
+    path(work_of(is_greedy), tmp_path, page_size, model=small_model(), kv_canary=True, **settings)

@@ -26,7 +26,11 @@ from tests.helpers.waiting import PATIENCE_S
 
 SCRIPTS_SEED = 77
 SPARE_FILES = 6
-FLAGS = [f"--{name.replace('_', '-')}={value}" for name, value in (SETTINGS | TINY).items() if value is not True]
+FLAGS = [
+    value if name == "model" else f"--{name.replace('_', '-')}={value}"
+    for name, value in (SETTINGS | TINY).items()
+    if value is not True
+]
 FLAGS += ["--sampling-defaults=openai", "--kv-canary", *lives.DRAFTS]
 
 

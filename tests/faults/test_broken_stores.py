@@ -80,7 +80,7 @@ async def test_a_file_system_that_is_full(tmp_path: Path) -> None:
     store = tmp_path / "store"
     store.mkdir(0o700)
     with serving(
-        tmp_path, "--store", f"file:{store}", before=with_file_system("2m", store), worker="hiserve.engine.worker"
+        tmp_path, "--store", f"file:{store}", before=with_file_system("200k", store), worker="hiserve.engine.worker"
     ) as live:
         await talk(live, SEED + 2, 12)
         found = stats_of(live)
@@ -89,7 +89,14 @@ async def test_a_file_system_that_is_full(tmp_path: Path) -> None:
 
 
 async def test_a_shared_memory_that_is_full_when_a_worker_starts_again(tmp_path: Path) -> None:
-    with serving(tmp_path, "--host-cache-name", "full", before=with_file_system("30m", Path("/dev/shm"))) as live:
+    with serving(
+        tmp_path,
+        "--host-cache-name",
+        "full",
+        "--host-cache-gib",
+        "0.022",
+        before=with_file_system("30m", Path("/dev/shm")),
+    ) as live:
         shared = Path(f"/proc/{live.process.pid}/root/dev/shm")
         assert (shared / "hiserve-full").exists()
         await talk(live, SEED + 3, 6)

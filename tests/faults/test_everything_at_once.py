@@ -19,6 +19,7 @@ from hiserve.bench.record import about
 from hiserve.bench.soak.soak_run import SoakOutcome, soak
 from hiserve.bench.soak.soak_summary import REFUSALS
 from hiserve.config.options import Options, make_options
+from tests.helpers.small_model import small_model
 
 LONG_S = 2000.0
 SEED = 90
@@ -60,6 +61,7 @@ LONG = msgspec.structs.replace(
 def config(folder: Path) -> Options:
     """Tiers that are far too small, a queue that is soon full, and a check of everything that is read."""
     return make_options(
+        model=small_model(),
         dtype="float64",
         cpu_threads=1,
         page_size=16,
@@ -67,11 +69,11 @@ def config(folder: Path) -> Options:
         max_running_requests=4,
         max_queued_requests=6,
         kv_pages=50,
-        host_cache_gib=0.03,
+        host_cache_gib=0.0025,
         cache_verify="all",
         kv_canary=True,
         store=f"file:{folder}/store",
-        store_gib=0.05,
+        store_gib=0.005,
         step_timeout_s=5,
         log_level="warning",
     )

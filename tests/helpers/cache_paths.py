@@ -14,6 +14,7 @@ from hiserve.core.transfers import CopyKind, PageCopy
 from hiserve.core.usage import CacheUse
 from hiserve.llm.outputs import CompletionOutput
 from tests.helpers.segment_name import segment_name
+from tests.helpers.small_model import small_model
 from tests.helpers.tiered import check_whole, counts_of, engine_of, garble_host, leave_device, rest, seal, transfers_of
 from tests.helpers.transfers import hold_copies
 
@@ -27,11 +28,12 @@ SETTINGS: dict[str, Any] = {
     "cpu_threads": 1,
     "log_level": "warning",
 }
+SMALL_MODEL = SETTINGS | {"model": small_model()}  # for tests that want neither sensible text nor trained heads
 DRAFTS = {"spec_steps": 2}  # of the model's own head, unless another is named: always so many, so that runs are alike
 # Some 1,600 tokens; all pages are kept, so that hits can be counted.
 HOST: dict[str, Any] = {"host_cache_gib": 0.025, "kv_canary": True, "window_pages": 0}
 NUM_TOKENS, FEW_TOKENS = 1008, 160  # of the device's pages; few are fewer than the prompts of one round take
-SMALL_HOST_GIB = 0.0035
+SMALL_HOST_GIB = 0.0003  # of the small model
 MAX_LOGPROB_ERROR = 1e-6
 TRAINED = ("eagle3", "mtp")  # the heads that come with hiserve-nano
 

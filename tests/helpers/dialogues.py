@@ -31,11 +31,11 @@ FOLLOW_UPS = (
 )
 
 
-def trained(kind: str) -> str:
-    """Returns the ``spec`` of a proposer; a head is the one that comes with hiserve-nano, a draft model the model itself."""
+def trained(kind: str, model: str = NANO) -> str:
+    """Returns the ``spec`` of a proposer; a head is the one that comes with the model, a draft model the model itself."""
     if kind in ("eagle3", "mtp"):
-        assert (find_model(NANO) / kind / "config.json").is_file(), f"no {kind} came with hiserve-nano"
-    return f"draft:{NANO}" if kind == "draft_model" else kind
+        assert (find_model(model) / kind / "config.json").is_file(), f"no {kind} came with {model}"
+    return f"draft:{model}" if kind == "draft_model" else kind
 
 
 def conversations(llm: LLM) -> list[list[int]]:

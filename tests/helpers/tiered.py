@@ -14,11 +14,13 @@ from hiserve.cache.storage.host import HostPool
 from hiserve.core.forward import LayerKV
 from hiserve.engine.loop import Engine
 from hiserve.ipc.cache_stats import CacheStats
+from tests.helpers.small_model import small_model
 from tests.helpers.tiers import squeeze, squeeze_host
 from tests.helpers.waiting import PATIENCE_S
 
 PAGE = 16
 SMALL: dict[str, Any] = {
+    "model": small_model(),
     "in_process": True,
     "dtype": "float64",
     "page_size": PAGE,

@@ -12,11 +12,13 @@ from typing import Any
 import numpy as np
 
 from hiserve import LLM, SamplingParams
+from tests.helpers.small_model import small_model
 
 NUM_CHATS, NUM_AGENTS, NUM_TURNS = 6, 4, 3
 NUM_NEW = 8
 TENANTS = ("", "red", "blue")
 SETTINGS: dict[str, Any] = {
+    "model": small_model(),
     "dtype": "float64",
     "page_size": 16,
     "max_model_len": 256,
@@ -26,7 +28,7 @@ SETTINGS: dict[str, Any] = {
     "log_level": "warning",
 }
 # Under what one tenant's traffic takes, on the device and on both together, by far.
-TINY: dict[str, Any] = {"kv_pages": 28, "host_cache_gib": 0.022, "kv_canary": True}
+TINY: dict[str, Any] = {"kv_pages": 28, "host_cache_gib": 0.002, "kv_canary": True}
 MIB = 2**20
 SAMPLE_S = 0.25
 

@@ -24,7 +24,7 @@ from hiserve.runners.device_rows import DeviceRows
 from hiserve.runners.dispatch import Dispatch
 from hiserve.runners.gate import Decision
 from hiserve.runners.step_output import LaunchedStep
-from tests.helpers.cache_paths import SETTINGS, pool
+from tests.helpers.cache_paths import SMALL_MODEL, pool
 from tests.helpers.tiered import engine_of
 
 
@@ -45,7 +45,7 @@ def pools(monkeypatch: pytest.MonkeyPatch) -> list[DevicePool]:
 
 def test_what_the_memory_held_before_is_not_measured(pools: list[DevicePool]) -> None:
     """With NaN in the pages that it attends to, a row would choose the experts of all others."""
-    with LLM(**SETTINGS | pool(16, 2000) | {"host_cache_gib": 0, "spec_steps": "auto"}) as llm:
+    with LLM(**SMALL_MODEL | pool(16, 2000) | {"host_cache_gib": 0, "spec_steps": "auto"}) as llm:
         assert llm.draft_costs is not None
         kv = pools[0].storage("kv")
         num_cleared = 16 * (1 + -(-(LONG_CONTEXT + 2 * MAX_SPEC_STEPS + 2) // 16))
@@ -54,7 +54,7 @@ def test_what_the_memory_held_before_is_not_measured(pools: list[DevicePool]) ->
 
 def test_steps_are_measured_and_leave_no_trace(pools: list[DevicePool]) -> None:
     tiers = (0, 1, 3)
-    with LLM(**SETTINGS | pool(16) | {"host_cache_gib": 0, "spec": "ngram", "spec_steps": 3}) as llm:
+    with LLM(**SMALL_MODEL | pool(16) | {"host_cache_gib": 0, "spec": "ngram", "spec_steps": 3}) as llm:
         executor = engine_of(llm)._executor
         rows = executor._rows  # type: ignore[attr-defined]
         with torch.inference_mode():
@@ -82,7 +82,7 @@ def test_a_step_behind_which_nothing_is_drafted_costs_what_it_takes_then(
         return _Seconds(10.0 + num_draft, 1.0 + num_draft + 2 * num_propose)
 
     monkeypatch.setattr(DraftTimer, "_time", took)
-    with LLM(**SETTINGS | pool(16) | {"host_cache_gib": 0, "spec": "ngram", "spec_steps": 3}) as llm:
+    with LLM(**SMALL_MODEL | pool(16) | {"host_cache_gib": 0, "spec": "ngram", "spec_steps": 3}) as llm:
         executor = engine_of(llm)._executor
         costs = DraftTimer(executor._runners, executor._rows, pools[0], 300).measure((0, 1, 3), 1)  # type: ignore[attr-defined]
     assert costs.follow == [[1.0, 4.0, 6.0]]
@@ -95,7 +95,7 @@ def test_the_growth_of_trees_is_measured_apart_from_the_first_forward(
         return _Seconds(10.0 + num_draft, 1.0 + num_draft + (5.0 * num_propose if num_propose > 3 else num_propose))
 
     monkeypatch.setattr(DraftTimer, "_time", took)
-    with LLM(**SETTINGS | pool(16) | {"host_cache_gib": 0, "spec": "ngram", "spec_steps": 3}) as llm:
+    with LLM(**SMALL_MODEL | pool(16) | {"host_cache_gib": 0, "spec": "ngram", "spec_steps": 3}) as llm:
         executor = engine_of(llm)._executor
         timer = DraftTimer(executor._runners, executor._rows, pools[0], 300)  # type: ignore[attr-defined]
         costs = timer.measure((0, 1, 3, 7, 15), 1, AUTO_TREES)
@@ -112,7 +112,7 @@ def test_each_row_has_tokens_and_drafts_of_its_own(monkeypatch: pytest.MonkeyPat
     """With one token for all, all choose the same experts: verifying seems to read no more of them than decoding."""
     seen: list[list[tuple[int, ...]]] = []
     run = Dispatch.run
-    with LLM(**SETTINGS | pool(16) | {"host_cache_gib": 0, "spec": "ngram", "spec_steps": 3}) as llm:
+    with LLM(**SMALL_MODEL | pool(16) | {"host_cache_gib": 0, "spec": "ngram", "spec_steps": 3}) as llm:
         executor = engine_of(llm)._executor
         rows: DeviceRows = executor._rows  # type: ignore[attr-defined]
 
@@ -141,7 +141,7 @@ def test_what_took_longer_than_more_of_the_same_was_held_up() -> None:
 
 def test_a_context_too_short_to_measure_is_refused_and_one_that_suffices_is_not() -> None:
     for max_len in (12, 13):
-        settings = SETTINGS | pool(16) | {"host_cache_gib": 0, "spec": "ngram", "spec_steps": "auto"}
+        settings = SMALL_MODEL | pool(16) | {"host_cache_gib": 0, "spec": "ngram", "spec_steps": "auto"}
         settings |= {"max_model_len": max_len}
         if max_len == 12:
             with pytest.raises(ConfigError, match="set --spec-steps") as raised:

@@ -17,15 +17,18 @@ from hiserve.distributed.collectives import Collectives
 from hiserve.engine.executor import Executor
 from hiserve.engine.oom_recovery import StepBackoff
 from hiserve.engine.rank import Follower
-from tests.helpers.cache_paths import SETTINGS, pool
+from tests.helpers.cache_paths import SMALL_MODEL, pool
 from tests.helpers.dialogues import trained
 from tests.helpers.rank_threads import rank_threads
 from tests.helpers.recorded import RecordedGraph
 from tests.helpers.recorded_llm import allow_recording
+from tests.helpers.small_model import small_model
 from tests.helpers.tiered import engine_of
 from tests.helpers.widening import some
 
-GROUP: dict[str, Any] = SETTINGS | pool(16) | {"tp": 2, "host_cache_gib": 0, "spec": trained("eagle3"), "spec_steps": 2}
+GROUP: dict[str, Any] = (
+    SMALL_MODEL | pool(16) | {"tp": 2, "host_cache_gib": 0, "spec": trained("eagle3", small_model()), "spec_steps": 2}
+)
 PROMPT = [*range(50, 60), *range(3000, 3010)]  # tokens of both ranks
 FREE = SamplingParams(temperature=0.0, max_tokens=7, ignore_eos=True)
 BOUND = SamplingParams(temperature=0.0, max_tokens=7, ignore_eos=True, grammar=Grammar.of("regex", "[a-z ]{40,60}"))
@@ -140,7 +143,9 @@ def test_memory_that_runs_out_at_any_launch_of_a_graph_costs_one_step(
     who: int, num_prompts: int, spec: str, stride: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """One prompt is a graph up to the last attention, three are pieces; the steps after them are whole graphs, drafts included."""
-    drafts: dict[str, Any] = {"spec": trained(spec), "spec_steps": 2} if spec != "off" else {"spec": "off"}
+    drafts: dict[str, Any] = (
+        {"spec": trained(spec, small_model()), "spec_steps": 2} if spec != "off" else {"spec": "off"}
+    )
     settings = GROUP | drafts | {"disable_prefix_cache": True}
     prompts, sampling = [PROMPT[index:] for index in range(num_prompts)], [FREE] * num_prompts
     with LLM(**settings | {"tp": 1}) as llm:

@@ -25,10 +25,10 @@ from hiserve.errors import ConfigError, EngineError, ModelError
 from hiserve.ipc.frames import FrameSocket
 from hiserve.ipc.kv_events import Change, Stored
 from hiserve.runners.gate import Action, Decision, Reason
-from tests.helpers.cache_paths import SETTINGS, pool
+from tests.helpers.cache_paths import SMALL_MODEL, pool
 from tests.helpers.rank_threads import rank_threads
 
-GROUP: dict[str, Any] = SETTINGS | pool(16) | {"tp": 2, "host_cache_gib": 0, "spec": "off"}
+GROUP: dict[str, Any] = SMALL_MODEL | pool(16) | {"tp": 2, "host_cache_gib": 0, "spec": "off"}
 PROMPT = [*range(50, 65), *range(3000, 3015)]  # tokens of both ranks
 GREEDY = SamplingParams(temperature=0.0, max_tokens=6, ignore_eos=True)
 

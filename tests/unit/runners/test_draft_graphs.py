@@ -10,13 +10,14 @@ import torch
 
 from hiserve import SamplingParams
 from hiserve.core.forward import ForwardInputs
-from hiserve.models.model_config import NANO
 from hiserve.runners.draft_graphs import DraftCapture
 from hiserve.runners.graph import GraphRunner
 from hiserve.spec.head import HeadProposer
 from tests.helpers.cache_paths import pool
-from tests.helpers.drafted import Draft, Drafted, save_heads
+from tests.helpers.dialogues import trained
+from tests.helpers.drafted import Draft, Drafted
 from tests.helpers.recorded import RecordableAttention, RecordedCapture, recordable_ops
+from tests.helpers.small_model import small_model
 from tests.helpers.widening import some
 
 STEPS, NUM_NEW, BUCKETS = 3, 13, (1, 4)
@@ -28,15 +29,14 @@ SAMPLING = (
 
 
 @pytest.fixture(scope="module")
-def specs(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
+def specs() -> dict[str, str]:
     torch.set_num_threads(1)
-    heads = save_heads(tmp_path_factory.mktemp("heads"), seed=7)
-    return {"draft_model": f"draft:{NANO}"} | {kind: f"{kind}:{folder}" for kind, folder in heads.items()}
+    return {kind: trained(kind, small_model()) for kind in ("draft_model", "eagle3", "mtp")}
 
 
 def drafted(spec: str, page_size: int = 16) -> Drafted:
     settings: dict[str, Any] = {"host_cache_gib": 0, "attention_backend": "reference", "disable_prefix_cache": True}
-    return Drafted(spec=spec, spec_steps=STEPS, **pool(page_size), **settings)
+    return Drafted(model=small_model(), spec=spec, spec_steps=STEPS, **pool(page_size), **settings)
 
 
 def with_graphs(subject: Drafted, max_draft: int = STEPS, capture: RecordedCapture | None = None) -> RecordedCapture:
