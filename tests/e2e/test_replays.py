@@ -5,11 +5,15 @@ from __future__ import annotations
 import asyncio
 import os
 import signal
+import sys
+from collections.abc import Callable
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
 import msgspec
 import numpy as np
+import pytest
 
 from hiserve.config.options import make_options
 from hiserve.config.settings import Settings
@@ -17,6 +21,7 @@ from hiserve.core.machine import probe
 from hiserve.core.request import FinishReason, SamplingParams, SpecParams
 from hiserve.core.resolve import resolve
 from hiserve.core.usage import CacheUse, DraftUse
+from hiserve.ipc.messages import WorkerFacts
 from hiserve.models.builtin_shapes import read_model
 from hiserve.models.draft_config import model_facts
 from hiserve.scheduler.client import EngineClient
@@ -93,39 +98,56 @@ async def read(client: EngineClient, name: str, sampling: SamplingParams, got: G
         got.drafts += [delta.drafts] if delta.drafts is not None else []
 
 
-async def run(client: EngineClient, asked: dict[str, SamplingParams], num_deaths: int) -> dict[str, Got]:
-    """Reads all at once; kills the worker while a prompt is scored, and the next one when a share of the tokens came from it."""
+def start(client: EngineClient, asked: dict[str, SamplingParams], got: dict[str, Got]) -> list[asyncio.Task[None]]:
+    """Begins to read all at once."""
+    return [asyncio.create_task(read(client, name, sampling, got[name])) for name, sampling in asked.items()]
+
+
+async def answers(client: EngineClient, asked: dict[str, SamplingParams]) -> dict[str, Got]:
+    """Reads all."""
     got = {name: Got() for name in asked}
-    tasks = [asyncio.create_task(read(client, name, sampling, got[name])) for name, sampling in asked.items()]
-    share = sum(sampling.max_tokens or 0 for sampling in asked.values()) // 8
-    for death in range(num_deaths):
-        async with asyncio.timeout(PATIENCE_S):
-            while not (workers := (await client.status()).workers) or workers[0].incarnation != death + 1:
-                await asyncio.sleep(0.01)
-            num_before = sum(len(each.tokens) for each in got.values())  # but for what is on its way
-            while death == 0 and not got["scores of the prompt"].scores:
-                await asyncio.sleep(0.001)
-            while death > 0 and sum(len(each.tokens) for each in got.values()) < num_before + share:
-                await asyncio.sleep(0.001)
-        os.kill(workers[0].pid, signal.SIGKILL)
     async with asyncio.timeout(PATIENCE_S):
-        await asyncio.gather(*tasks)
+        await asyncio.gather(*start(client, asked, got))
     return got
 
 
-async def test_every_request_gets_what_it_would_have_had() -> None:
+async def kill(client: EngineClient, incarnation: int, is_due: Callable[[WorkerFacts], bool]) -> None:
+    """Kills a worker when it is due."""
+    async with asyncio.timeout(PATIENCE_S):
+        while not (workers := (await client.status()).workers) or workers[0].incarnation != incarnation:
+            await asyncio.sleep(0.01)
+        while not is_due(workers[0]):
+            await asyncio.sleep(0.01)
+            workers = (await client.status()).workers
+    os.kill(workers[0].pid, signal.SIGKILL)
+
+
+async def test_every_request_gets_what_it_would_have_had(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Workers wait to be killed: a test that gets no CPU for long kills none that is done."""
     print(f"seed {SEED}")
     asked = {name: SamplingParams(**({"max_tokens": NUM_NEW, "ignore_eos": True} | how)) for name, how in CASES.items()}
+    share = sum(sampling.max_tokens or 0 for sampling in asked.values()) // 8
     with forked_engines():
         client = await EngineClient.start(resolved())
     try:
-        expected = await run(client, asked, 0)
+        expected = await answers(client, asked)
         stop = next(token for token in expected["stops"].tokens[25:] if token not in expected["stops"].tokens[:25])
         asked["stops"] = msgspec.structs.replace(asked["stops"], stop_token_ids=(stop,))
-        await read(client, "stops", asked["stops"], again := Got())
-        expected["stops"] = again
-        await client.flush()
-        got = await run(client, asked, 2)
+        expected |= await answers(client, {"stops": asked["stops"]})
+    finally:
+        await client.stop()
+    monkeypatch.setenv("TMPDIR", str(tmp_path))
+    worker = f"tests.faults.held_worker {len(asked)}:{len(asked) // 2}:{share}"
+    with forked_engines():
+        command = (sys.executable, "-m", "tests.faults.scheduler", worker)
+        client = await EngineClient.start(resolved(), command=command)
+    try:
+        got = {name: Got() for name in asked}
+        tasks = start(client, asked, got)
+        await kill(client, 1, lambda _: bool(got["scores of the prompt"].scores))
+        await kill(client, 2, lambda it: it.stats.generated_tokens >= share)
+        async with asyncio.timeout(PATIENCE_S):
+            await asyncio.gather(*tasks)
         status = await client.status()
     finally:
         await client.stop()
