@@ -27,6 +27,7 @@ def log_of(run: Run, commit: str | None) -> dict[str, Any]:
     command = shlex.join(["python", *run.command[1:]])
     return about(command, at_commit=commit, num_gpus=torch.cuda.device_count()) | {
         "verdict": verdict(run.counts),
+        "exit_code": run.exit_code,
         "counts": {name: run.counts[name] for name in ("passed", "failed", "skipped")},
         "tests": [asdict(each) for each in run.outcomes],
     }
@@ -44,6 +45,11 @@ def main() -> int:
     run = run_pytest(given.pytest or SUITE)
     given.output.write_text(json.dumps(log_of(run, given.commit), indent=1) + "\n")
     print(f"wrote {given.output}")
+    for each in run.outcomes:
+        if each.outcome == "failed":
+            print(f"failed: {each.name}")
+    if run.exit_code not in (0, 1):
+        print(f"pytest ended early, with {run.exit_code}: a run in which no test failed counts as one that failed")
     print(verdict(run.counts))
     return int(bool(run.counts["failed"]) or not run.counts["passed"])
 

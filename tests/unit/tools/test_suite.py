@@ -197,16 +197,21 @@ def test_the_matrix_has_all_that_pyproject_allows() -> None:
 def test_the_log_of_a_gpu_run_says_what_ran_where_and_what_became_of_each_test(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    log = tmp_path / "log.json"
-    monkeypatch.setattr(gpu_suite, "run_pytest", lambda arguments: a_run(1, passed=2, failed=1, skipped=3))
+    log, runs = tmp_path / "log.json", [a_run(1, passed=2, failed=1, skipped=3), a_run(2, passed=2)]
+    monkeypatch.setattr(gpu_suite, "run_pytest", lambda arguments: runs.pop(0))
     monkeypatch.setattr("sys.argv", ["gpu_suite", "--commit", "abc1234", "--output", str(log)])
     assert gpu_suite.main() == 1
     said = json.loads(log.read_text())
-    assert set(said) == {"date", "tool", "hardware", "versions", "commit", "command", "verdict", "counts", "tests"}
+    keys = {"date", "tool", "hardware", "versions", "commit", "command", "verdict", "exit_code", "counts", "tests"}
+    assert set(said) == keys
     assert (said["commit"], said["counts"]) == ("abc1234", {"passed": 2, "failed": 1, "skipped": 3})
     assert said["tests"][0] == {"name": "passed 0", "outcome": "passed", "seconds": 0.0} and len(said["tests"]) == 6
     assert said["versions"]["torch"] and said["hardware"]
-    assert capsys.readouterr().out.splitlines()[-1] == said["verdict"] == "2 passed, 1 failed, 3 skipped"
+    _, failed, verdict = capsys.readouterr().out.splitlines()
+    assert failed == "failed: failed 0" and verdict == said["verdict"] == "2 passed, 1 failed, 3 skipped"
+    assert gpu_suite.main() == 1  # one that was ended names no test, and says why it counts as one that failed
+    _, ended, verdict = capsys.readouterr().out.splitlines()
+    assert ended.startswith("pytest ended early, with 2") and verdict == "2 passed, 1 failed"
 
 
 # --- make ---------------------------------------------------------------------------------------
