@@ -5,6 +5,7 @@ All memory is NaN that no row, page, tail or transfer holds.
 
 from __future__ import annotations
 
+from itertools import count
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +14,7 @@ import torch
 
 from hiserve import LLM, SamplingParams
 from hiserve.engine.host_loads import LoadCostModel
+from hiserve.models.compressed_attention import CompressedSelfAttention
 from tests.helpers.compressed_models import HEAVY, SPARSE, PoisonedPool, add_stream_head, save_compressed
 from tests.helpers.compressed_oracle import PAGE, SETTINGS, check_replies, prompts_of
 from tests.helpers.widening import some
@@ -86,3 +88,28 @@ def test_layers_without_an_index_need_no_snapshot(tmp_path: Path, monkeypatch: p
         assert [list(each.outputs[0].token_ids) for each in llm.generate(prompts, sampling)] == first
         assert engine.stats().cached_tokens == 32 + 32
     check_replies(tmp_path, prompts, first)
+
+
+@pytest.mark.wide
+def test_memory_that_runs_out_between_two_layers_leaves_nothing_of_a_step_behind(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """H14, amidst drafts and snapshots: layers before the failure have written rings, windows and compressed rows already."""
+    pools, prompts, calls = PoisonedPool(monkeypatch), shared_prompts()[:3], count()
+    attend = CompressedSelfAttention.__call__
+
+    def fail_at_times(self: CompressedSelfAttention, *given: Any) -> torch.Tensor:
+        out = attend(self, *given)
+        if next(calls) in (17, 58, 99, 163):
+            raise torch.OutOfMemoryError("CUDA out of memory.")
+        return out
+
+    monkeypatch.setattr(CompressedSelfAttention, "__call__", fail_at_times)
+    sampling = SamplingParams(temperature=0.0, max_tokens=10, ignore_eos=True)
+    options = {"disable_prefix_cache": False, "tail_share": 0.9, "tail_every": 16, "kv_pages": 200}
+    with LLM(model=str(folder), **SETTINGS | options | CASES["drafts of a head, overlap"]) as llm:
+        engine = pools.watch(llm)
+        first, again = ([list(each.outputs[0].token_ids) for each in llm.generate(prompts, sampling)] for _ in range(2))
+        assert sum(engine.stats().step_faults.values()) > 2 and engine.stats().cached_tokens > 0
+    assert again == first
+    check_replies(folder, prompts, first)
