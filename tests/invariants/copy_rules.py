@@ -18,8 +18,10 @@ from tests.invariants.tier_world import World
 
 def begin_stores(world: World, random: Random) -> None:
     model, max_pages = world.model, random.choice((1, 2, 99, 99))
-    spare, ends = world.spare(), model.idle_ends()
+    spare, ends, reserve = world.spare(), model.idle_ends(), world.cache.tiers.reserve
+    is_outrun = reserve.is_outrun
     copies = world.cache.begin_offloads(max_pages)
+    is_outrun |= reserve.is_outrun
     again = frozenset(each for copy in copies if copy.run is not None for each in copy.run.digests)
     gone = world.lose_host(spare | world.spare(), again)
     assert not gone or copies or model.num_reserved, "pages left the host for nothing"
@@ -36,7 +38,7 @@ def begin_stores(world: World, random: Random) -> None:
         model.begin_store(copy.op, places, copy.device_pages.tolist(), copy.host_pages.tolist())
         world.start(copy)
     assert not gone or len(model.free_host) <= model.num_reserved, "more left the host than was needed"
-    if len(copies) == 1 and gone:
+    if len(copies) == 1 and gone and not is_outrun:  # then last copies go first
         what_goes_first(world, gone, ends - set(parts(places[-1])))
     if sum(copy.host_pages.size for copy in copies) == max_pages:
         return
