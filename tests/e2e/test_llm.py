@@ -1,4 +1,4 @@
-"""The offline API on the embedded model: in this process and in processes of its own, the same results."""
+"""The offline API: in this process and in processes of its own, the same results."""
 
 from __future__ import annotations
 
@@ -30,11 +30,14 @@ from hiserve.llm.offline_backends import InProcess
 from hiserve.llm.outputs import ChoiceBuilder
 from tests.helpers.forks import forked_engines
 from tests.helpers.processes import children, wait_dead
+from tests.helpers.small_model import small_model
 from tests.helpers.waiting import PATIENCE_S
 from tests.helpers.widening import some
 
-PAGE = 16
+PAGE, END = 16, 1
 SMALL: dict[str, Any] = {
+    "model": small_model(),
+    "spec": "off",  # to choose a number of drafts takes 1.5 s of CPU at each start
     "page_size": PAGE,
     "max_model_len": 512,
     "kv_pages": 200,
@@ -137,11 +140,12 @@ def test_more_prompts_than_rows(llm: LLM) -> None:
 
 
 def test_an_end_token_ends_a_reply_unless_it_is_ignored(llm: LLM) -> None:
-    long = SamplingParams(temperature=0.0, max_tokens=60)
+    bias = {END: 8.0}  # with which it is the best token now and then
+    long = SamplingParams(temperature=0.0, max_tokens=60, logit_bias=bias)
     stopped = llm.generate(TEXTS[1], long)[0].outputs[0]
     (end,) = set(stopped.token_ids) & llm.tokenizer.hidden_ids
     assert (stopped.finish_reason, stopped.token_ids.index(end)) == ("stop", len(stopped.token_ids) - 1)
-    ignoring = SamplingParams(temperature=0.0, max_tokens=60, ignore_eos=True)
+    ignoring = SamplingParams(temperature=0.0, max_tokens=60, logit_bias=bias, ignore_eos=True)
     ignored = llm.generate(TEXTS[1], ignoring)[0].outputs[0]
     assert (ignored.finish_reason, len(ignored.token_ids)) == ("length", 60)
     assert ignored.token_ids[: len(stopped.token_ids)] == stopped.token_ids
