@@ -103,17 +103,18 @@ class FileStore:
         return count
 
     def put(self, keys: Sequence[bytes], buffers: Sequence[memoryview], before: Sequence[bytes] = ()) -> int:
-        count = num_stored = num_bytes = 0
+        count = num_stored = 0
+        last = before[-1:]  # else they might make room for what is of no use without them
         with self._lock:
-            self._order.use(before)  # else they might make room for what is of no use without them
+            self._order.use(before)
         for key, buffer in zip(keys, buffers, strict=True):
-            num_bytes += HEADER_BYTES + buffer.nbytes
-            if num_bytes > self._cap_bytes:  # the first ones would make room for the last
-                break
             if not self._has(key):
-                if not self._write(key, buffer):
+                if not self._write(key, buffer, last):
                     break
                 num_stored += 1
+            with self._lock:
+                self._order.use([*last, key])
+            last = [key]
             count += 1
         self._use([*before, *keys[:count]])
         self._count(num_stored=num_stored, num_refused=len(keys) - count)
@@ -181,11 +182,10 @@ class FileStore:
         with self._lock:
             self._doubted.update(keys)
 
-    def _write(self, key: bytes, buffer: memoryview) -> bool:
+    def _write(self, key: bytes, buffer: memoryview, before: Sequence[bytes]) -> bool:
         size = HEADER_BYTES + buffer.nbytes
-        if self._is_closed or self._clock() < self._paused_until:
+        if self._is_closed or self._clock() < self._paused_until or not self._make_room(size, before):
             return False
-        self._make_room(size)
         path = self._path(key)
         with self._lock:
             self._num_drafts += 1
@@ -210,14 +210,17 @@ class FileStore:
             self._unlisted_bytes += size
         return True
 
-    def _make_room(self, size: int) -> None:
-        """Removes the least recently used pages until ``size`` more bytes fit."""
-        while True:
+    def _make_room(self, size: int, before: Sequence[bytes]) -> bool:
+        """Removes the least recently used pages until ``size`` more bytes fit behind the page ``before``, which stays; whether they do."""
+        while size <= self._cap_bytes:
             with self._lock:
                 oldest = self._order.next()
                 if oldest is None or self._order.num_bytes + size <= self._cap_bytes:
-                    return
+                    return True
+            if oldest in before:
+                return False
             self._count(num_evicted=int(self._remove(oldest)))
+        return False
 
     def _remove(self, key: bytes) -> bool:
         self._forget(key)

@@ -91,10 +91,14 @@ with file_store.FileStore._write, test_file_store_damage.test_a_page_appears_who
     "INV 31: a store page is written in place"
     f"{path}.{self._tag}-{self._num_drafts}.new"
     path
+with file_store.FileStore._make_room, test_file_store.test_uploads_of_one_prefix_that_is_larger_than_the_store_leave_no_gap_in_it:
+    "the page before an upload makes room for it"
+    oldest in before
+    False
 with file_store.FileStore.put, test_file_store.test_more_pages_at_once_than_the_store_holds_are_stored_from_the_first_on_as_far_as_they_fit:
     "the first pages of an upload make room for its last"
-    num_bytes > self._cap_bytes
-    buffer.nbytes > self._cap_bytes
+    self._order.use([*last, key])
+    pass
 with file_store.FileStore._read, test_file_store_damage.test_a_chain_of_what_is_no_page_is_replaced_in_one_round:
     "INV 31: a FIFO in the place of a store page hangs the reader"
     os.O_RDONLY | os.O_NONBLOCK

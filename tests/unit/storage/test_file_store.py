@@ -183,6 +183,14 @@ def test_more_pages_at_once_than_the_store_holds_are_stored_from_the_first_on_as
     assert store.exists(keys) == 3 and store.stats().num_evicted == 0
 
 
+def test_uploads_of_one_prefix_that_is_larger_than_the_store_leave_no_gap_in_it(tmp_path: Path) -> None:
+    """Pages behind a gap are never read. What is of other prefixes makes room."""
+    store = FileStore(tmp_path, 4 * FILE_BYTES)
+    assert store.put(OTHERS[:2], pages(OTHERS[:2])) == store.put(KEYS[:2], pages(KEYS[:2])) == 2
+    assert store.put(KEYS[2:5], pages(KEYS[2:5]), KEYS[1:2]) == 2
+    assert (store.exists(KEYS[:5]), store.stats().num_evicted, store.stats().num_refused) == (4, 2, 1)
+
+
 def test_a_tail_counts_by_its_bytes_and_goes_before_the_history_that_is_read_with_it(tmp_path: Path) -> None:
     tail = blanks(1, 3 * PAGE_BYTES)
     store = FileStore(tmp_path, 4 * FILE_BYTES + (FILE_BYTES + 2 * PAGE_BYTES))
