@@ -16,9 +16,10 @@ import httpx
 import pytest
 
 from tests.e2e.live import Live, serve
+from tests.helpers.small_model import small_model
 from tests.helpers.waiting import PATIENCE_S, until
 
-SMALL = ("--cpu-threads", "1")
+SMALL = (small_model(), "--cpu-threads", "1")
 SECRET = "sesame-9f3c41d2"
 KEYS = ("--api-key", "alpha", "--api-key", "beta", "--api-key", SECRET, "--admin-api-key", "root")
 SMALL_REGION_BYTES = 16 * 2**20

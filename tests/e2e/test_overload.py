@@ -18,6 +18,7 @@ import httpx
 import pytest
 
 from tests.e2e.live import Live, serve
+from tests.helpers.small_model import small_model
 from tests.helpers.waiting import PATIENCE_S, wait_until
 
 ROWS = 4
@@ -25,7 +26,8 @@ QUEUED = 8
 CAPACITY = ROWS + 1 + QUEUED  # a worker holds one more than its rows
 QUEUE_TIMEOUT_S = 1.5
 REQUEST_TIMEOUT_S = 1.0
-SMALL = ("--max-running-requests", str(ROWS), "--kv-pages", "600", "--max-model-len", "2048", "--cpu-threads", "1")
+SIZES = ("--max-running-requests", str(ROWS), "--kv-pages", "600", "--max-model-len", "2048", "--cpu-threads", "1")
+SMALL = (small_model(), *SIZES)
 LIMITS = ("--max-queued-requests", str(QUEUED), "--queue-timeout-s", str(QUEUE_TIMEOUT_S))
 TIMEOUT = ("--request-timeout-s", str(REQUEST_TIMEOUT_S))
 GREEDY = {"temperature": 0, "ignore_eos": True}
