@@ -161,7 +161,11 @@ def test_nothing_changes_a_token(case: Case, tmp_path: Path, monkeypatch: pytest
     settings |= {"exact": True, "dtype": "bfloat16"} if is_exact else {}
     settings |= {"kv_canary": False, "max_running_requests": 2, "max_batched_tokens": 32} if graphs != "off" else {}
     path(work, tmp_path, 16, **settings)
-    assert all(executor.gate_counts()["replay"] for executor in executors)
+    assert bool(executors) == (graphs != "off" and path is not killed)  # whose worker is a process of its own
+    steps = {"plain": ("decode",), "ngram": ("decode", "verify")}.get(drafts, ("verify",))
+    for executor in executors:
+        replays = executor.gate_counts()["replay"]
+        assert sum(replays.get(each, 0) for each in steps) > 0, replays
 
 
 def test_each_pair_that_is_not_refused_meets() -> None:
