@@ -16,7 +16,7 @@ import pytest
 from hiserve import LLM, SamplingParams
 from hiserve.cache.storage.segment import SHARED_MEMORY
 from hiserve.errors import ConfigError
-from hiserve.models.model_config import find_model
+from tests.helpers.small_model import small_model
 from tests.helpers.tiered import engine_of
 from tests.helpers.widening import some
 
@@ -38,8 +38,8 @@ SAMPLING = SamplingParams(temperature=0.0, max_tokens=8, ignore_eos=True)
 LONGROPE = {
     "rope_type": "longrope",
     "rope_theta": 1e5,
-    "short_factor": [1.0] * 32,
-    "long_factor": [1.0 + i / 4 for i in range(32)],
+    "short_factor": [1.0] * 8,
+    "long_factor": [1.0 + i / 4 for i in range(8)],
     "original_max_position_embeddings": 256,
 }
 EDITS: dict[str, dict[str, Any]] = {
@@ -51,7 +51,7 @@ EDITS: dict[str, dict[str, Any]] = {
 
 @pytest.fixture
 def folder(tmp_path: Path) -> Path:
-    made = Path(shutil.copytree(find_model("hiserve-nano"), tmp_path / "model"))
+    made = Path(shutil.copytree(small_model(), tmp_path / "model"))
     edit(made, {"architectures": ["MistralForCausalLM"], "sliding_window": None})
     return made
 

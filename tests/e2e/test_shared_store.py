@@ -12,7 +12,7 @@ import pytest
 
 from hiserve import LLM, SamplingParams
 from hiserve.cache.storage.resp import Endpoint
-from hiserve.models.model_config import find_model
+from tests.helpers.small_model import small_model
 from tests.helpers.tiered import engine_of
 from tests.helpers.valkey import command, valkey
 
@@ -52,7 +52,7 @@ def life(model: Path, secret: Path, store: str) -> tuple[list[int], int, int]:
 
 def test_what_one_engine_computed_another_loads(tmp_path: Path, server: Endpoint) -> None:
     """S14, S15, S17: the other has a copy of the model elsewhere; a third without the secret loads nothing."""
-    model = find_model("hiserve-nano")
+    model = Path(small_model())
     copied = Path(shutil.copytree(model, tmp_path / "elsewhere" / "model"))
     secrets = [tmp_path / name for name in ("secret", "other")]
     for number, secret in enumerate(secrets):
@@ -71,5 +71,5 @@ def test_an_engine_without_its_store_computes(tmp_path: Path) -> None:
     secret = tmp_path / "secret"
     secret.write_bytes(bytes(32))
     secret.chmod(0o600)
-    tokens, num_stored, _ = life(find_model("hiserve-nano"), secret, "valkey://127.0.0.1:1")
+    tokens, num_stored, _ = life(Path(small_model()), secret, "valkey://127.0.0.1:1")
     assert (len(tokens), num_stored) == (8, 0)
