@@ -17,7 +17,7 @@ from __future__ import annotations
 
 import statistics
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from itertools import pairwise
 from typing import Any
@@ -362,6 +362,13 @@ PARTS: dict[str, Callable[[Bench], dict[str, Any]]] = {
 }
 
 
+def show(parts: Mapping[str, Mapping[str, Any]]) -> list[str]:
+    """Prints the ratios of parts beside their bars; returns the names of those that miss theirs."""
+    ratios = {k: v for part in parts.values() for k, v in part.get("ratios", {}).items() if v is not None}
+    least = {k: BARS[k] for k in ratios if k in LEAST}
+    return judge(ratios, least=least, most={k: BARS[k] for k in ratios if k not in LEAST})
+
+
 def main() -> int:
     """Writes the result file, part by part; returns 1 if the tokens are not the same."""
     parser = gpu_parser(__doc__)
@@ -388,8 +395,7 @@ def main() -> int:
     if sizes.settings["device"] == "cuda":
         result["peak_device_bytes"] = torch.cuda.max_memory_allocated()
         result.save()
-    ratios = {k: v for part in result["parts"].values() for k, v in part.get("ratios", {}).items() if v is not None}
-    judge(ratios, least={k: BARS[k] for k in ratios if k in LEAST}, most={k: BARS[k] for k in ratios if k not in LEAST})
+    show(result["parts"])
     return int(not result["parts"].get("same_tokens", {"is_kept": True})["is_kept"])
 
 

@@ -7,7 +7,18 @@ from pathlib import Path
 
 import pytest
 
-from benchmarks.cache import FULL, SHAPES, TINY, Bench, measure_hit, measure_write_through, sizes_of
+from benchmarks.cache import (
+    DURING_LOAD,
+    FULL,
+    REPLAYED,
+    SHAPES,
+    TINY,
+    Bench,
+    measure_hit,
+    measure_write_through,
+    show,
+    sizes_of,
+)
 from tests.helpers.models import save_family
 
 PREFIX = 128  # tokens
@@ -42,3 +53,16 @@ def test_a_shape_changes_its_own_sizes_alone(shape: str) -> None:
     assert sizes.settings["shape"] == shape
     assert (sizes.prefix, sizes.suffix) == (FULL.prefix, FULL.suffix)
     assert sizes.settings["kv_pages"] * sizes.settings["page_size"] > sizes.prefix + sizes.suffix
+
+
+def test_times_are_to_be_short_and_replays_and_conversations_many() -> None:
+    bad = {
+        "others": {"ratios": {REPLAYED: 0.97, DURING_LOAD: 1.2}},
+        "conversations": {"ratios": {"conversations": 2.9}},
+    }
+    good = {
+        "others": {"ratios": {REPLAYED: 1.0, DURING_LOAD: 1.0}},
+        "conversations": {"ratios": {"conversations": 4.0}},
+    }
+    assert sorted(show(bad)) == sorted([REPLAYED, DURING_LOAD, "conversations"])
+    assert show(good) == show({"others": {"ratios": {DURING_LOAD: None}}, "same_tokens": {}}) == []
