@@ -165,8 +165,9 @@ class LatentAttention:
 
     @property
     def _most_keys(self) -> int:
-        """Keys of prefixes that are expanded at once."""
+        """Keys of prefixes that are expanded at once; of few heads they are hardly larger than the rows that are read for them."""
         elements = self._shape.num_heads * (self._key_dim + self._latent.value_dim)
+        elements += self._latent.rank + self._latent.rope_dim
         return max(EXPANDED_KEYS, EXPANDED_BYTES // (elements * self._shape.dtype.itemsize))
 
     def _has_launch(self, device: torch.device) -> bool:

@@ -1,6 +1,7 @@
 """Attention: what a token sees, and which lengths a backend plans with."""
 
 from hiserve.attention import backends, cpu, latent, reference_attention
+from hiserve.core import step_memory
 from hiserve.engine import build, runner_factory
 from tests.contract import test_attention, test_host_lengths
 from tests.unit.attention import test_backends, test_latent
@@ -25,6 +26,14 @@ with runner_factory.make_runners, test_host_lengths.test_lengths_that_a_backend_
     "INV 66: attention is opened as if there were no drafts"
     proposer is not None or max(widths) > 1
     False
+with latent.LatentAttention._most_keys, test_latent.test_a_plan_has_memory_for_the_prefixes_that_are_expanded_at_once:
+    "of few heads the rows of prefixes take more than their keys, and than the plan has"
+    elements += self._latent.rank + self._latent.rope_dim
+    pass
+with step_memory.step_memory, test_latent.test_a_plan_has_memory_for_the_prefixes_that_are_expanded_at_once:
+    "the plan has memory for the keys of one row alone"
+    max_rows * max_len * key_bytes
+    max_len * key_bytes
 with latent.LatentAttention.plan, test_latent.test_long_rows_are_one_launch_while_the_keys_of_their_prefixes_fit:
     "the keys of all prefixes are expanded at once, however many they are"
     self._long and num_cached <= self._most_keys and self._has_launch(inputs.kv_lens.device)

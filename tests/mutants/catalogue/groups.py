@@ -145,6 +145,10 @@ with shard_weights.held_parts, test_shards.test_packed_rows_that_are_spelled_out
     tensor.shape == piece.shape
     True
 with block_scales.multiply, test_shards.test_heads_of_latents_in_8_bits_may_end_within_a_block:
+    "columns of a rank have the scales of the first rank's"
+    columns // BLOCK
+    (columns - columns[0]) // BLOCK
+with block_scales.multiply, test_shards.test_heads_of_latents_in_8_bits_may_end_within_a_block:
     "S1: a rank multiplies its rows by the scales of the first ones"
     torch.arange(*span, device=scales.device)
     torch.arange(span[1] - span[0], device=scales.device)

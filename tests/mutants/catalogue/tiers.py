@@ -16,6 +16,14 @@ with rows.RowState.publish, test_reported_bugs_streams.test_tc_20_a_store_begins
     "TC-20: a page is published while the forward that writes it runs"
     self.settled
     self.computed
+with transfers.Transfers.begin_offloads, test_eviction_reserve.test_pages_in_use_wait_while_a_large_host_has_nothing_to_give_for_them:
+    "pages in use that found no room on a large host are forgotten"
+    self.enqueue(chain[-1])
+    pass
+with transfers.Transfers._has_room, test_eviction_reserve.test_pages_in_use_wait_while_a_large_host_has_nothing_to_give_for_them:
+    "an engine asks for ever for room that a large host does not have"
+    not self._is_stuck
+    True
 with transfers.Transfers.begin_load, test_tiers.test_a_load_of_several_pages_waits_for_the_last_forward_of_all:
     "INV 26: a load waits for the first of the forwards that may touch its pages"
     tiers.device.last_step[pages].max(initial=0)

@@ -17,8 +17,10 @@ from hiserve.attention.base import AttentionShape, LatentShape
 from hiserve.attention.latent import LatentAttention, absorbed_shape, attend_dense, expanded_shape
 from hiserve.attention.reference_attention import ReferenceAttention
 from hiserve.core.forward import ForwardInputs
+from hiserve.core.step_memory import StepShape, step_memory
 from hiserve.errors import ConfigError
 from hiserve.kernels.reference import merge
+from hiserve.models.latent_config import LatentConfig
 from tests.helpers.latent_case import LatentCase
 
 HEADS, PAGE = 3, 4
@@ -147,7 +149,39 @@ def test_long_rows_are_one_launch_while_the_keys_of_their_prefixes_fit(
 
 def test_the_keys_of_prefixes_that_fit_follow_from_their_bytes() -> None:
     attention = LatentAttention(SHAPE, ReferenceAttention(absorbed_shape(SHAPE)))
-    assert attention._most_keys == latent.EXPANDED_BYTES // (HEADS * (10 + 5) * 8)
+    assert attention._most_keys == latent.EXPANDED_BYTES // ((HEADS * (10 + 5) + 14) * 8)
+
+
+@pytest.mark.parametrize(("max_rows", "max_len"), [(8, 1 << 20), (64, 64)])
+@pytest.mark.parametrize("num_heads", [1, 4, 128])
+def test_a_plan_has_memory_for_the_prefixes_that_are_expanded_at_once(
+    num_heads: int, max_rows: int, max_len: int
+) -> None:
+    """Of DeepSeek's sizes: rows that are read, keys, values, and these again as wide as keys."""
+    sizes = {"rank": 512, "rope_dim": 64, "nope_dim": 128, "value_dim": 128}
+    shape = AttentionShape(1, num_heads, 1, 576, 64, torch.bfloat16, latent=LatentShape(**sizes, scale=1.0))
+    config = LatentConfig(**sizes, query_rank=None, scale=1.0, is_interleaved=False)
+    plan = step_memory(
+        StepShape(
+            num_layers=1,
+            hidden_size=64,
+            num_heads=num_heads,
+            num_kv_heads=1,
+            head_dim=576,
+            mlp_elements=0,
+            vocab_size=64,
+            latent_elements=config.step_elements(num_heads),
+        ),
+        dtype_bytes=2,
+        max_rows=max_rows,
+        max_tokens=64,
+        max_len=max_len,
+        page_size=64,
+        graphs="off",
+    )
+    most = LatentAttention(shape, ReferenceAttention(absorbed_shape(shape)))._most_keys
+    needed = min(most, max_rows * max_len) * 2 * (576 + num_heads * (192 + 128 + 192))
+    assert needed <= plan["attention workspace"]
 
 
 @pytest.mark.parametrize("is_ready", [True, False])

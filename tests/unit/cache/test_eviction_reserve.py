@@ -6,7 +6,7 @@ import pytest
 
 from hiserve.cache.index.eviction import DEVICE_SHARE, STEPS
 from hiserve.cache.index.locks import path
-from tests.helpers.tiers import cached, demoted, new_cache, serve, squeeze, store, take
+from tests.helpers.tiers import backed, cached, demoted, lock, new_cache, serve, squeeze, store, take
 from tests.invariants.index_checks import check_structure
 
 
@@ -57,4 +57,20 @@ def test_where_one_step_takes_most_of_the_device_its_pages_replace_others_on_the
     cache.release(receipt)
     squeeze(cache)
     assert cached(cache, *range(100, 108)) == (0, num_saved)
+    check_structure(cache)
+
+
+def test_pages_in_use_wait_while_a_large_host_has_nothing_to_give_for_them() -> None:
+    """What is left of it are copies of spare pages, which stay. Nobody asks again before something has changed."""
+    cache = new_cache(num_pages=9, num_host_pages=25)
+    for first in range(0, 20, 5):
+        demoted(cache, *range(first, first + 5))
+    held = [lock(cache, *range(first, first + 5)) for first in range(0, 20, 5)]
+    backed(cache, *range(100, 104))
+    receipt = serve(cache, *range(200, 204))
+    assert cache.begin_offloads(100) == [] and cache.host.num_available > 0 and not cache.has_offloads
+    cache.release(held[0])
+    cache.free(take(cache, 1))
+    store(cache)
+    assert sum(node.host_pages.size for node in path(receipt.node)) == 4
     check_structure(cache)

@@ -152,6 +152,8 @@ def test_heads_of_latents_in_8_bits_may_end_within_a_block(tmp_path: Path) -> No
     for rank, share in enumerate(shares):
         for name, rows in (("query_up", 160), ("latent_up", 272)):
             assert torch.equal(share["layers.1." + name], whole["layers.1." + name][rows * rank : rows * (rank + 1)])
+        inner = slice(128 * rank, 128 * (rank + 1))  # of experts that are spelled out on a CPU
+        assert torch.equal(share["layers.1.experts_down"], whole["layers.1.experts_down"][..., inner])
 
 
 @pytest.mark.parametrize(("family", "stored"), [("qwen3_5_text", "fp8"), ("qwen3_next", "dummy")])
