@@ -42,8 +42,8 @@ with loop.Engine._start_masks, halves.test_a_forward_is_launched_before_the_step
     "INV 75: masks are computed before the step before is known"
     len(self._in_flight) > 1
     len(self._in_flight) > 2
-with grammars.GrammarRows.masks, test_grammars.test_a_matcher_that_fails_after_its_request_left_the_row_fails_no_other_request["True"]:
-    "INV 75: a failed matcher ends the request that took its row meanwhile"
+with grammars.GrammarRows.masks, test_grammars.test_a_matcher_that_fails_after_its_request_left_the_row_fails_no_other_request["False"]:
+    "INV 75: a matcher that failed is looked for in a row that its request has left"
     self._matchers.get(row) is matcher
     True
 with loop.Engine.step, halves.test_a_forward_is_launched_before_the_step_before_it_is_known_and_its_draw_after_that["ahead"]:
