@@ -84,7 +84,7 @@ class _Prompts:
     starts: Tensor  # int32 ``[n + 1]``: where the new tokens of each row start, from the first of them
     key_starts: Tensor  # likewise, where its keys start
     max_new: int  # new tokens of the row with most
-    max_keys: int
+    max_keys: int  # keys of the row with most, its prefix included
     cached: Tensor | None  # int64: slots of all tokens before this step, row after row; None without any
     kernel: ExpandedPrompts | None  # planned for them; None is torch's
 

@@ -13,11 +13,9 @@ from itertools import product
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pytest
 import torch
 
-from hiserve import SamplingParams
 from hiserve.engine.host_loads import LoadCostModel
 from hiserve.llm.rehearsed import RehearsedLLM
 from hiserve.models.model_config import NANO, find_model
@@ -25,7 +23,7 @@ from tests.helpers import cache_paths
 from tests.helpers.cache_paths import (
     Case,
     Work,
-    answer,
+    answer_repeating,
     failed_loads,
     garbled_pages,
     host_hits,
@@ -39,7 +37,7 @@ from tests.helpers.recorded_llm import allow_recording
 from tests.helpers.state_models import save_with_head
 from tests.helpers.widening import some
 
-SEED, NUM_NEW, VOCAB, ACCEPTANCE = 67, 16, 4096, 0.6  # the vocabulary of hiserve-nano's tokenizer
+SEED, VOCAB, ACCEPTANCE = 67, 4096, 0.6  # the vocabulary of hiserve-nano's tokenizer
 FAMILIES = ("deepseek_v4", "qwen3_5_text")
 PATHS: tuple[Callable[..., None], ...] = (preemption, host_hits, store_hits, storm, failed_loads, garbled_pages)
 ALL: list[Case] = [
@@ -65,14 +63,7 @@ def folders(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
 
 @lru_cache
 def work_of(folder: Path, how: str) -> Work:
-    """Prompts that repeat themselves, and share their beginnings in pairs."""
-    print(f"seed {SEED}")
-    rng = np.random.default_rng([SEED, how == "drawn"])
-    shared = rng.integers(7, VOCAB, 18).tolist()
-    prompts = [shared * 2 + rng.integers(7, VOCAB, 4 + 11 * index).tolist() + shared[:9] for index in range(4)]
-    options = {"temperature": 0.0} if how == "greedy" else {"temperature": 0.9, "top_p": 0.95}
-    sampling = [SamplingParams(seed=i, max_tokens=NUM_NEW, ignore_eos=True, **options) for i in range(4)]
-    return answer(prompts, sampling, model=str(folder), tail_share=0.5)
+    return answer_repeating(folder, how, SEED, VOCAB, tail_share=0.5)
 
 
 def rehearsed(work: Work, *, in_process: bool, **settings: Any) -> RehearsedLLM:

@@ -11,7 +11,6 @@ from functools import lru_cache
 from itertools import product
 from pathlib import Path
 
-import numpy as np
 import pytest
 import torch
 
@@ -21,7 +20,7 @@ from tests.helpers.cache_paths import (
     SETTINGS,
     Case,
     Work,
-    answer,
+    answer_repeating,
     device_hits,
     host_hits,
     pairwise,
@@ -33,7 +32,7 @@ from tests.helpers.latent_models import FAMILIES, save_with_mtp
 from tests.helpers.recorded_llm import allow_recording
 from tests.helpers.widening import usual
 
-SEED, NUM_NEW, VOCAB = 61, 16, 4096  # tokens of hiserve-nano's tokenizer
+SEED, VOCAB = 61, 4096  # tokens of hiserve-nano's tokenizer
 PATHS: tuple[Callable[..., None], ...] = (preemption, device_hits, host_hits, store_hits)
 ALL: list[Case] = list(
     product(FAMILIES, PATHS, ("off", "ngram", "mtp"), ("greedy", "drawn"), (8, 16), (0, 1), ("off", "all"))
@@ -52,14 +51,7 @@ def folders(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
 
 @lru_cache
 def work_of(folder: Path, how: str) -> Work:
-    """Prompts that repeat themselves, and share their beginnings in pairs."""
-    print(f"seed {SEED}")
-    rng = np.random.default_rng([SEED, how == "drawn"])
-    shared = rng.integers(7, VOCAB, 18).tolist()
-    prompts = [shared * 2 + rng.integers(7, VOCAB, 4 + 11 * index).tolist() + shared[:9] for index in range(4)]
-    options = {"temperature": 0.0} if how == "greedy" else {"temperature": 0.9, "top_p": 0.95}
-    sampling = [SamplingParams(seed=i, max_tokens=NUM_NEW, ignore_eos=True, **options) for i in range(4)]
-    return answer(prompts, sampling, model=str(folder))
+    return answer_repeating(folder, how, SEED, VOCAB)
 
 
 def named(case: Case) -> str:

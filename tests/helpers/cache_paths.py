@@ -9,6 +9,8 @@ from itertools import count
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+
 from hiserve import LLM, SamplingParams
 from hiserve.core.transfers import CopyKind, PageCopy
 from hiserve.core.usage import CacheUse
@@ -68,6 +70,20 @@ def answer(prompts: list[list[int]], sampling: list[SamplingParams], **settings:
     assert len({token for each in expected for token in each.token_ids}) >= 20
     assert all(result.cached.num_tokens == 0 for result in results)
     return Work(prompts, sampling, expected)
+
+
+def answer_repeating(folder: Path, how: str, seed: int, vocab: int, **settings: Any) -> Work:
+    """Asks as ``answer``, four prompts of a model of random weights that repeat themselves and share their beginnings.
+
+    ``how`` tokens are drawn is ``greedy`` or ``drawn``; replies have 16 tokens.
+    """
+    print(f"seed {seed}")
+    rng = np.random.default_rng([seed, how == "drawn"])
+    shared = rng.integers(7, vocab, 18).tolist()
+    prompts = [shared * 2 + rng.integers(7, vocab, 4 + 11 * index).tolist() + shared[:9] for index in range(4)]
+    options = {"temperature": 0.0} if how == "greedy" else {"temperature": 0.9, "top_p": 0.95}
+    sampling = [SamplingParams(seed=i, max_tokens=16, ignore_eos=True, **options) for i in range(4)]
+    return answer(prompts, sampling, model=str(folder), **settings)
 
 
 def ask(llm: LLM, work: Work, *, backwards: bool = False) -> list[CacheUse]:
