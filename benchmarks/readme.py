@@ -247,21 +247,25 @@ def tiers() -> Iterator[Entry]:
         f"= {ratio:.1f} × {at_least(ratio, cache['bars']['conversations'])}",
         cache,
     )
-    for path in sorted(RESULTS.glob("cache_*.json")):  # of shapes with windows or latents
-        run, bars = result(path.stem), cache["bars"]
-        found = {name: ratio for part in run["parts"].values() for name, ratio in part["ratios"].items()}
-        said = "first token with 16k tokens from the host / computing all, / the longer of load and prefill of the rest; time per token with write-through / without"
-        told = ", ".join(
-            f"{found[name]:.3f} × {at_most(found[name], bars[name])}"
-            for name in ("hit over recompute", "hit over the longer half", "write-through")
+    words = {
+        "hit over recompute": "first token with 16k tokens from the host / computing all",
+        "hit over the longer half": "the same / the longer of load and prefill of the rest",
+        "write-through": "time per token with write-through / without",
+        DURING_LOAD: "p99 time per token of other rows during a load / without it",
+        REPLAYED: "replayed steps of those with a graph, while loads run",
+    }
+    for path in sorted(RESULTS.glob("cache_*.json")):  # of other shapes, some with a part of the figures
+        run = result(path.stem)
+        bars = cache["bars"] | run["bars"]
+        ratios_of = [part["ratios"] for part in run["parts"].values()]
+        found = {name: each[name] for each in ratios_of for name in words if each.get(name) is not None}
+        told = "; ".join(
+            f"{ratio:.3f} {at_least(ratio, bars[name])}"
+            if name == REPLAYED
+            else f"{ratio:.3f} × {at_most(ratio, bars[name])}"
+            for name, ratio in found.items()
         )
-        if (slower := found.get(DURING_LOAD)) is not None:
-            said += "; p99 time per token of other rows during a load / without it"
-            told += f", {slower:.3f} × {at_most(slower, bars[DURING_LOAD])}"
-        if (replayed := found.get(REPLAYED)) is not None:
-            said += "; replayed steps of those with a graph, while loads run"
-            told += f", {replayed:.3f} {at_least(replayed, run['bars'][REPLAYED])}"
-        yield f"{run['workload']['settings']['shape']} shape: {said}", told, run
+        yield f"{run['workload']['settings']['shape']} shape: {'; '.join(words[name] for name in found)}", told, run
     shares = []
     for shape, figures in copy["shapes"].items():
         offloads = figures.get("offload_anywhere") or figures["store_anywhere"]  # its name until issue 17
