@@ -144,7 +144,7 @@ class LatentAttention:
             self._long.append(_LongRow(start, num_new, num_cached, pages))
             start += num_new
         num_cached = sum(row.num_cached for row in self._long)
-        has_launch = self._long and num_cached <= self._most_keys and self._has_launch(inputs.kv_lens.device)
+        has_launch = self._long and num_cached <= most_keys(self._shape) and self._has_launch(inputs.kv_lens.device)
         self._prompts = self._one_launch(inputs, first) if has_launch else None
         if first:
             self._absorbed.plan(inputs.cut(0, first) if self._long else inputs)
@@ -163,13 +163,6 @@ class LatentAttention:
         max_keys = max(row.num_cached + row.num_new for row in self._long)
         return _Prompts(starts, key_starts, max_new, max_keys, cached, kernel)
 
-    @property
-    def _most_keys(self) -> int:
-        """Keys of prefixes that are expanded at once; of few heads they are hardly larger than the rows that are read for them."""
-        elements = self._shape.num_heads * (self._key_dim + self._latent.value_dim)
-        elements += self._latent.rank + self._latent.rope_dim
-        return max(EXPANDED_KEYS, EXPANDED_BYTES // (elements * self._shape.dtype.itemsize))
-
     def _has_launch(self, device: torch.device) -> bool:
         """Whether one launch may compute several prompts; it sees the first key of each."""
         return _is_fused(device, self._shape.dtype, self._key_dim) and not self._shape.hides_first
@@ -187,7 +180,7 @@ class LatentAttention:
             latents = self._absorbed.forward(absorb(q[:cut], kv.to_keys), k[:cut], v[:cut], kv, layer)
             torch.bmm(latents.transpose(0, 1), kv.to_values.transpose(1, 2), out=out[:cut].transpose(0, 1))
         if self._prompts is not None:
-            keys, values = self._expand(self._all_rows(self._prompts, k[cut:, 0], kv), kv)
+            keys, values = expand(self._all_rows(self._prompts, k[cut:, 0], kv), kv)
             if self._prompts.kernel is not None:
                 self._prompts.kernel.attend(q[cut:], keys, values, out[cut:])
                 return out
@@ -221,8 +214,9 @@ class LatentAttention:
             seen, _ = self._attend(q[hidden:], new[hidden:], kv, is_causal=True)
             return torch.cat((seen.new_zeros((hidden, *seen.shape[1:])), seen)).to(q.dtype)
         out, lse = self._attend(q, new, kv, is_causal=True)
-        for begin in range(hidden, row.num_cached, self._most_keys):
-            end = min(begin + self._most_keys, row.num_cached)
+        step = most_keys(self._shape)
+        for begin in range(hidden, row.num_cached, step):
+            end = min(begin + step, row.num_cached)
             rows = self._read(kv, q.dtype, self._slots(row.pages, begin, end))
             out, lse = merge(out, lse, *self._attend(q, rows, kv, is_causal=False))
         return out.to(q.dtype)
@@ -242,18 +236,28 @@ class LatentAttention:
 
     def _attend(self, q: Tensor, rows: Tensor, kv: LatentKV, *, is_causal: bool) -> tuple[Tensor, Tensor]:
         """Expands rows ``[m, width]`` and attends; as ``attend_dense``."""
-        keys, values = (each.transpose(0, 1) for each in self._expand(rows, kv))
+        keys, values = (each.transpose(0, 1) for each in expand(rows, kv))
         return attend_dense(q, keys, values, self._latent.scale, is_causal=is_causal)
 
-    def _expand(self, rows: Tensor, kv: LatentKV) -> tuple[Tensor, Tensor]:
-        """Returns keys and values of rows ``[m, width]``, ``[m, num_heads, ...]``."""
-        latents, rotated = rows.split_with_sizes((self._latent.rank, self._latent.rope_dim), -1)
-        size, each_head = (rows.shape[0], self._shape.num_heads), latents.expand(self._shape.num_heads, -1, -1)
-        keys, values = rows.new_empty((*size, self._key_dim)), rows.new_empty((*size, self._latent.value_dim))
-        torch.bmm(each_head, kv.to_keys.transpose(1, 2), out=keys[..., : self._latent.nope_dim].transpose(0, 1))
-        torch.bmm(each_head, kv.to_values.transpose(1, 2), out=values.transpose(0, 1))
-        keys[..., self._latent.nope_dim :] = rotated[:, None]
-        return keys, values
+
+def most_keys(shape: AttentionShape) -> int:
+    """Returns how many keys beside those of new tokens are expanded at once; of few heads they are hardly larger than the rows that are read for them."""
+    latent = shape.latent
+    assert latent is not None, shape
+    elements = shape.num_heads * (latent.nope_dim + latent.rope_dim + latent.value_dim) + latent.rank + latent.rope_dim
+    return max(EXPANDED_KEYS, EXPANDED_BYTES // (elements * shape.dtype.itemsize))
+
+
+def expand(rows: Tensor, kv: LatentKV) -> tuple[Tensor, Tensor]:
+    """Returns keys and values of rows ``[m, rank + rope_dim]``: ``[m, num_heads, nope_dim + rope_dim]``, ``[m, num_heads, value_dim]``."""
+    num_heads, nope_dim, rank = kv.to_keys.shape
+    latents, rotated = rows.split_with_sizes((rank, rows.shape[1] - rank), -1)
+    size, each_head = (rows.shape[0], num_heads), latents.expand(num_heads, -1, -1)
+    keys, values = rows.new_empty((*size, nope_dim + rotated.shape[1])), rows.new_empty((*size, kv.to_values.shape[1]))
+    torch.bmm(each_head, kv.to_keys.transpose(1, 2), out=keys[..., :nope_dim].transpose(0, 1))
+    torch.bmm(each_head, kv.to_values.transpose(1, 2), out=values.transpose(0, 1))
+    keys[..., nope_dim:] = rotated[:, None]
+    return keys, values
 
 
 def absorb(q: Tensor, to_keys: Tensor) -> Tensor:

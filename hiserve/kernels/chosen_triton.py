@@ -1,4 +1,4 @@
-"""Attention of absorbed queries to chosen rows, and the choice, in Triton; ``kernels.chosen_reference`` is the twin."""
+"""Attention to chosen rows, and the choice, in Triton; ``kernels.chosen_reference`` is the twin."""
 
 from __future__ import annotations
 
@@ -7,6 +7,9 @@ from torch import Tensor
 
 from hiserve.core.row_shapes import PackedPages
 from hiserve.core.step_memory import MAX_PROGRAMS, PROGRAM_QUERIES
+from hiserve.kernels.chosen_prompts import attend_expanded as attend_expanded
+from hiserve.kernels.chosen_prompts import can_attend_expanded as can_attend_expanded
+from hiserve.kernels.index_topk import choose_bits as choose_bits
 from hiserve.kernels.index_topk import choose_rows as choose_rows
 from hiserve.kernels.latent_decode import LatentRows, choose_num_parts, decode
 from hiserve.kernels.launch import num_processors

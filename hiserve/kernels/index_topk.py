@@ -16,6 +16,7 @@ from torch import Tensor
 
 from hiserve.core.step_memory import index_tokens
 from hiserve.kernels import union_reference
+from hiserve.kernels.chosen_bits import MAX_SPAN, WORD_KEYS, num_words
 from hiserve.kernels.launch import await_previous, early_launch, num_processors, start_next
 from hiserve.kernels.row_codec_triton import load_keys, tile_of
 from hiserve.kernels.union_rows import RangeRows
@@ -27,6 +28,7 @@ _WAVES = 4  # programs that compute scores, for each multiprocessor
 _MIN_CHUNK = 4096  # scores in the registers of a program, a power of 2
 _ELEMENTS_PER_WARP = 512
 _SIGN = tl.constexpr(-(1 << 31))
+_WORD = tl.constexpr(WORD_KEYS)
 
 
 class _Shape(NamedTuple):
@@ -45,13 +47,31 @@ def choose_rows(q: Tensor, weights: Tensor, keys: RangeRows, most: int, scale: f
     """Like ``union_reference.choose_rows``; float64 uses the twin. Keys have a power of 2 of elements, 16 at least."""
     if weights.dtype == torch.float64:
         return union_reference.choose_rows(q, weights, keys, most, scale)
+    slots = torch.empty((q.shape[0], most), dtype=torch.int64, device=q.device)
+    _choose_all(q, weights, keys, most, scale, slots, is_bits=False)
+    return slots
+
+
+def choose_bits(q: Tensor, weights: Tensor, keys: RangeRows, most: int, scale: float) -> Tensor:
+    """Like ``union_reference.choose_bits``, as ``choose_rows``."""
+    if weights.dtype == torch.float64:
+        return union_reference.choose_bits(q, weights, keys, most, scale)
+    assert keys.width <= _chunk(most), f"{keys.width} rows, of which {most} are chosen"
+    bits = torch.empty((q.shape[0], num_words(keys.width)), dtype=torch.int64, device=q.device)
+    _choose_all(q, weights, keys, most, scale, bits, is_bits=True)
+    return bits
+
+
+def _choose_all(
+    q: Tensor, weights: Tensor, keys: RangeRows, most: int, scale: float, out: Tensor, *, is_bits: bool
+) -> None:
+    """Fills ``out`` with the slots of each token, ``[T, most]``, or with its bits."""
     num_tokens, num_heads, width = q.shape
     assert keys.window is None and width >= 16 and not width & (width - 1), (keys.window, width)
     tile = tile_of(keys.packed, keys.pool, width, keys.page_rows)
     assert tile or keys.pool.dtype == q.dtype, keys.pool.dtype
     assert keys.pool.stride(1) == keys.table.stride(1) == 1, (keys.pool.stride(), keys.table.stride())
     q, weights = q.contiguous(), weights.contiguous()
-    slots = torch.empty((num_tokens, most), dtype=torch.int64, device=q.device)
     step = index_tokens(num_tokens, keys.width)
     block_heads = max(16, triton.next_power_of_2(num_heads))
     shape = _Shape(num_heads, block_heads, width, _NUM_KEYS, keys.page_rows, keys.ratio, tile)
@@ -66,36 +86,40 @@ def choose_rows(q: Tensor, weights: Tensor, keys: RangeRows, most: int, scale: f
             scale, most, shape,
             num_warps=_NUM_WARPS, num_stages=_NUM_STAGES, **early_launch(q.device),
         )  # fmt: skip
-        _choose_best(scores, places, slots[part], shape)
-    return slots
+        _choose_best(scores, places, most, out[part], shape, is_bits=is_bits)
 
 
 def _chunk(most: int) -> int:
     """Returns the scores of which a program chooses: at least four times as many, so that each round leaves half of them at most."""
-    return max(_MIN_CHUNK, 4 * int(triton.next_power_of_2(most)))
+    return max(_MIN_CHUNK, MAX_SPAN * int(triton.next_power_of_2(most)))
 
 
-def _choose_best(scores: Tensor, places: tuple[Tensor, Tensor, Tensor], slots: Tensor, shape: _Shape) -> None:
-    """Fills the slots of the best rows of each token.
+def _choose_best(
+    scores: Tensor, places: tuple[Tensor, Tensor, Tensor], most: int, out: Tensor, shape: _Shape, *, is_bits: bool
+) -> None:
+    """Fills the slots of the best rows of each token, or its bits.
 
     Args:
         scores: float32 ``[T, n]``. Of the rows that a token sees; others may hold anything.
         places: Positions, rows and table, as of ``RangeRows``.
-        slots: ``[T, most]``.
+        most: Rows to choose.
+        out: As of ``_choose_all``.
         shape: As ``_score`` has it.
+        is_bits: As of ``_choose_all``.
     """
-    (num_tokens, most), table = slots.shape, places[2]
+    num_tokens, table = out.shape[0], places[2]
     chunk, rows = _chunk(most), None
     while True:
         num_parts = max(1, triton.cdiv(scores.shape[1], chunk))  # one where no token sees a row, too
         is_last = num_parts == 1
         size = (num_tokens, num_parts * most)
         best, best_rows = (
-            (None, None) if is_last else (scores.new_empty(size), slots.new_empty(size, dtype=torch.int32))
+            (None, None) if is_last else (scores.new_empty(size), out.new_empty(size, dtype=torch.int32))
         )
         _choose[(num_tokens, num_parts)](
-            scores, rows, *places, best, best_rows, slots, table.stride(0), scores.shape[1], most, shape,
-            CHUNK=chunk, num_warps=max(4, min(32, chunk // _ELEMENTS_PER_WARP)), **early_launch(scores.device),
+            scores, rows, *places, best, best_rows, out, table.stride(0), scores.shape[1], most, out.shape[1], shape,
+            CHUNK=chunk, IS_BITS=is_bits, num_warps=max(4, min(32, chunk // _ELEMENTS_PER_WARP)),
+            **early_launch(scores.device),
         )  # fmt: skip
         if best is None:
             return
@@ -152,16 +176,16 @@ def _order(scores, place, is_row):  # type: ignore[no-untyped-def]
 
 
 @triton.jit(
-    do_not_specialize=["table_stride", "num_rows", "most"],
-    do_not_specialize_on_alignment=["positions", "token_rows", "slots"],
+    do_not_specialize=["table_stride", "num_rows", "most", "size"],
+    do_not_specialize_on_alignment=["positions", "token_rows", "out"],
 )
 def _choose(  # type: ignore[no-untyped-def]
-    scores, rows, positions, token_rows, table, best, best_rows, slots, table_stride, num_rows, most,
-    SHAPE: tl.constexpr, CHUNK: tl.constexpr, IS_EARLY: tl.constexpr
+    scores, rows, positions, token_rows, table, best, best_rows, out, table_stride, num_rows, most, size,
+    SHAPE: tl.constexpr, CHUNK: tl.constexpr, IS_BITS: tl.constexpr, IS_EARLY: tl.constexpr
 ):  # fmt: skip
     """Each program chooses among some rows of one token: all that it sees in order, or those of ``rows``, of which -1 is none.
 
-    It fills its part of ``best`` and ``best_rows``, or without these the token's slots.
+    It fills its part of ``best`` and ``best_rows``, or without these what ``out`` has of the token, ``size`` numbers.
     """
     start_next(IS_EARLY)
     await_previous(IS_EARLY)
@@ -189,13 +213,17 @@ def _choose(  # type: ignore[no-untyped-def]
     target = tl.cumsum(is_chosen.to(tl.int32), 0) - 1
     num_chosen = tl.sum(is_chosen.to(tl.int32), 0)
     is_empty = (place - part * CHUNK >= num_chosen) & (place - part * CHUNK < most)
-    if best is None:
-        slots += token * most
+    if IS_BITS:
+        place = tl.arange(0, CHUNK // _WORD)
+        words = tl.reshape(is_chosen.to(tl.int64), [CHUNK // _WORD, _WORD]) << tl.arange(0, _WORD)[None, :]
+        tl.store(out + token * size + place, tl.sum(words, 1), mask=place < size)
+    elif best is None:
+        out += token * size
         page = tl.load(
             table + tl.load(token_rows + token) * table_stride + row // SHAPE.page_rows, mask=is_chosen, other=0
         )
-        tl.store(slots + target, page.to(tl.int64) * SHAPE.page_rows + row % SHAPE.page_rows, mask=is_chosen)
-        tl.store(slots + place, tl.full((CHUNK,), -1, tl.int64), mask=is_empty)
+        tl.store(out + target, page.to(tl.int64) * SHAPE.page_rows + row % SHAPE.page_rows, mask=is_chosen)
+        tl.store(out + place, tl.full((CHUNK,), -1, tl.int64), mask=is_empty)
     else:
         mine = (token * num_parts + part) * most
         tl.store(best + mine + target, tl.load(scores + place, mask=is_chosen & is_scored, other=0.0), mask=is_chosen)

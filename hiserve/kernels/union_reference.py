@@ -7,6 +7,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
+from hiserve.kernels.chosen_bits import num_words, pack_bits
 from hiserve.kernels.pairs import rotate_pairs
 from hiserve.kernels.union_rows import RangeRows, RowSource, rows_at, slots_of
 
@@ -84,18 +85,41 @@ def choose_rows(q: Tensor, weights: Tensor, keys: RangeRows, most: int, scale: f
     Returns:
         Slots, int64 ``[T, most]``, in the order of rows; -1 is none, and follows all others.
     """
-    num_tokens, num_rows = q.shape[0], keys.width
-    out = q.new_full((num_tokens, most), -1, dtype=torch.int64)
-    step = max(1, _NUM_ELEMENTS // max(1, num_rows * max(q.shape[1:])))
-    for first in range(0, num_tokens, step):
-        part = slice(first, first + step)
+    out = q.new_full((q.shape[0], most), -1, dtype=torch.int64)
+    for part in _parts(q, keys):
         slots = slots_of(keys, part.start, part.stop)
-        if num_rows > most:
-            scores = _scores(q[part], weights[part], keys, slots, scale)
-            best = scores.argsort(dim=-1, descending=True, stable=True)[:, :most]
-            slots = slots.gather(1, best.sort(-1).values)
+        if keys.width > most:
+            slots = slots.gather(1, _best(q[part], weights[part], keys, slots, most, scale).sort(-1).values)
         out[part, : slots.shape[1]] = slots
     return out
+
+
+def choose_bits(q: Tensor, weights: Tensor, keys: RangeRows, most: int, scale: float) -> Tensor:
+    """Like ``choose_rows``, of tokens that see at most ``MAX_SPAN`` times ``most`` rows: int64 ``[T, num_words(keys.width)]``.
+
+    Bit v of a token's words says whether it has chosen row v (``chosen_bits.pack_bits``).
+    """
+    out = q.new_empty((q.shape[0], num_words(keys.width)), dtype=torch.int64)
+    for part in _parts(q, keys):
+        slots = slots_of(keys, part.start, part.stop)
+        is_chosen = slots >= 0
+        if keys.width > most:
+            best = _best(q[part], weights[part], keys, slots, most, scale)
+            is_chosen &= torch.zeros_like(is_chosen).scatter_(1, best, True)
+        out[part] = pack_bits(is_chosen)
+    return out
+
+
+def _parts(q: Tensor, keys: RangeRows) -> list[slice]:
+    """Returns slices of tokens whose scores are in memory at once."""
+    step = max(1, _NUM_ELEMENTS // max(1, keys.width * max(q.shape[1:])))
+    return [slice(first, first + step) for first in range(0, q.shape[0], step)]
+
+
+def _best(q: Tensor, weights: Tensor, keys: RangeRows, slots: Tensor, most: int, scale: float) -> Tensor:
+    """Returns which of the slots are the best, ``[T, most]``, best first."""
+    scores = _scores(q, weights, keys, slots, scale)
+    return scores.argsort(dim=-1, descending=True, stable=True)[:, :most]
 
 
 def _scores(q: Tensor, weights: Tensor, keys: RangeRows, slots: Tensor, scale: float) -> Tensor:

@@ -11,7 +11,7 @@ import torch
 from safetensors.torch import load_file, save_file
 from transformers import AutoConfig, AutoModelForCausalLM
 
-from hiserve.attention import indexed, latent
+from hiserve.attention import chosen_prompts, indexed, latent
 
 SHAPE: dict[str, Any] = {
     "vocab_size": 320,
@@ -62,11 +62,13 @@ INDEXED: dict[str, dict[str, Any]] = {
 
 
 def expand_from(num_tokens: int, patch: pytest.MonkeyPatch) -> None:
-    """Lets rows with so many new tokens be expanded, five tokens of a prefix at a time."""
+    """Lets rows with so many new tokens be expanded, five tokens of a prefix at a time, or thirty where an index chooses."""
     patch.setattr(latent.LatentAttention.__init__, "__defaults__", (num_tokens, None))
     patch.setattr(indexed.IndexedAttention.__init__, "__defaults__", (num_tokens,))
     patch.setattr(latent, "EXPANDED_KEYS", 5)
     patch.setattr(latent, "EXPANDED_BYTES", 0)
+    patch.setattr(chosen_prompts, "most_keys", lambda shape: 30)
+    patch.setattr(chosen_prompts, "BLOCK_KEYS", 4)
 
 
 def save_latent(family: str, folder: Path, *, save: dict[str, Any] | None = None, **overrides: Any) -> Path:

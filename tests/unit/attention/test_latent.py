@@ -14,7 +14,7 @@ from torch import Tensor
 from hiserve.attention import latent
 from hiserve.attention.backends import open_attention
 from hiserve.attention.base import AttentionShape, LatentShape
-from hiserve.attention.latent import LatentAttention, absorbed_shape, attend_dense, expanded_shape
+from hiserve.attention.latent import LatentAttention, absorbed_shape, attend_dense, expanded_shape, most_keys
 from hiserve.attention.reference_attention import ReferenceAttention
 from hiserve.core.forward import ForwardInputs
 from hiserve.core.step_memory import StepShape, step_memory
@@ -148,8 +148,7 @@ def test_long_rows_are_one_launch_while_the_keys_of_their_prefixes_fit(
 
 
 def test_the_keys_of_prefixes_that_fit_follow_from_their_bytes() -> None:
-    attention = LatentAttention(SHAPE, ReferenceAttention(absorbed_shape(SHAPE)))
-    assert attention._most_keys == latent.EXPANDED_BYTES // ((HEADS * (10 + 5) + 14) * 8)
+    assert most_keys(SHAPE) == latent.EXPANDED_BYTES // ((HEADS * (10 + 5) + 14) * 8)
 
 
 @pytest.mark.parametrize(("max_rows", "max_len"), [(8, 1 << 20), (64, 64)])
@@ -179,8 +178,7 @@ def test_a_plan_has_memory_for_the_prefixes_that_are_expanded_at_once(
         page_size=64,
         graphs="off",
     )
-    most = LatentAttention(shape, ReferenceAttention(absorbed_shape(shape)))._most_keys
-    needed = min(most, max_rows * max_len) * 2 * (576 + num_heads * (192 + 128 + 192))
+    needed = min(most_keys(shape), max_rows * max_len) * 2 * (576 + num_heads * (192 + 128 + 192))
     assert needed <= plan["attention workspace"]
 
 

@@ -11,7 +11,8 @@ HEADER = """
 import dataclasses
 import torch
 from hiserve.core import step_memory
-from hiserve.kernels import index_topk, union_reference
+from hiserve.kernels import index_topk, union_reference, union_rows
+from hiserve.kernels.chosen_bits import unpack_bits
 from tests.helpers.compressed_cases import Step
 
 torch.set_num_threads(1)
@@ -28,6 +29,12 @@ def case(dtype=torch.float32, weight=1):
 def check(q, weights, keys, most):
     expected, found = (each.choose_rows(q, weights, keys, most, SCALE) for each in (union_reference, index_topk))
     assert torch.equal(expected, found), (expected, found)
+    if keys.width <= index_topk._chunk(most):
+        expected, bits = (each.choose_bits(q, weights, keys, most, SCALE) for each in (union_reference, index_topk))
+        assert torch.equal(expected, bits), (expected, bits)
+        slots = union_rows.slots_of(keys)
+        chosen = slots.masked_fill(~unpack_bits(bits, keys.width), -1)
+        assert all(torch.equal(a[a >= 0], b[b >= 0]) for a, b in zip(chosen, found, strict=True))
     return found
 """
 BEST = """
