@@ -26,17 +26,17 @@ with runner_factory.make_runners, test_host_lengths.test_lengths_that_a_backend_
     "INV 66: attention is opened as if there were no drafts"
     proposer is not None or max(widths) > 1
     False
-with latent.LatentAttention._most_keys, test_latent.test_a_plan_has_memory_for_the_prefixes_that_are_expanded_at_once:
+with latent.most_keys, test_latent.test_a_plan_has_memory_for_the_prefixes_that_are_expanded_at_once:
     "of few heads the rows of prefixes take more than their keys, and than the plan has"
-    elements += self._latent.rank + self._latent.rope_dim
-    pass
+    shape.num_heads * (latent.nope_dim + latent.rope_dim + latent.value_dim) + latent.rank + latent.rope_dim
+    shape.num_heads * (latent.nope_dim + latent.rope_dim + latent.value_dim)
 with step_memory.step_memory, test_latent.test_a_plan_has_memory_for_the_prefixes_that_are_expanded_at_once:
     "the plan has memory for the keys of one row alone"
     max_rows * max_len * key_bytes
     max_len * key_bytes
 with latent.LatentAttention.plan, test_latent.test_long_rows_are_one_launch_while_the_keys_of_their_prefixes_fit:
     "the keys of all prefixes are expanded at once, however many they are"
-    self._long and num_cached <= self._most_keys and self._has_launch(inputs.kv_lens.device)
+    self._long and num_cached <= most_keys(self._shape) and self._has_launch(inputs.kv_lens.device)
     self._long and self._has_launch(inputs.kv_lens.device)
 with latent.LatentAttention._one_launch, test_latent.test_long_rows_are_one_launch_while_the_keys_of_their_prefixes_fit:
     "tokens of an expanded prompt see no key of its prefix"

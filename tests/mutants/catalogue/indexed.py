@@ -1,11 +1,13 @@
 """An index beside latents (DeepSeek-V3.2, GLM-5)."""
 
-from hiserve.attention import indexed
+from hiserve.attention import chosen_prompts, indexed
+from hiserve.kernels import chosen_prompts as chosen_kernel
 from hiserve.kernels import (
     chosen_reference,
     chosen_triton,
     index_rows,
     index_store,
+    index_topk,
     latent_rows,
     packed_latents,
     reference,
@@ -14,7 +16,9 @@ from hiserve.kernels import (
 from hiserve.models import index_config, latent_attention, model_config
 from hiserve.text.template import deepseek_v32
 from tests.e2e import test_index_graphs, test_index_oracle, test_packed_latents
-from tests.unit.kernels import test_fused, test_index_store, test_latent_decode
+from tests.unit.attention import test_chosen_prompts
+from tests.unit.kernels import test_chosen_prompts as test_chosen_kernel
+from tests.unit.kernels import test_fused, test_index_store, test_index_topk, test_latent_decode
 from tests.unit.models import test_index_config
 from tests.unit.text import test_deepseek_v32_prompts
 
@@ -24,12 +28,32 @@ with indexed.IndexedAttention.plan, test_index_oracle.test_logits_are_those_of_t
     False
 with indexed.IndexedAttention.choose, test_index_oracle.test_logits_are_those_of_transformers["deepseek"]:
     "a short row has one chosen token less"
-    (positions + 1).clamp_(max=self._most)
-    (positions + 1).clamp_(max=self._most - 1)
-with indexed.IndexedAttention._plan_early, test_index_oracle.test_logits_are_those_of_transformers["deepseek"]:
-    "the first token of a prompt that must choose sees all tokens"
-    self._most - starts
-    self._most + 1 - starts
+    (rows.positions + 1).clamp_(max=self._most)
+    (rows.positions + 1).clamp_(max=self._most - 1)
+with chosen_prompts.plan_prompts, test_chosen_prompts.test_beginnings_of_prompts_are_expanded_while_there_is_room_for_the_keys_before_them:
+    "keys of any prefix are expanded, whatever memory they take"
+    (counts < least) | (sizes - counts > room)
+    counts < least
+with chosen_prompts._split, test_chosen_prompts.test_rows_whose_keys_find_no_room_at_once_are_in_turns:
+    "all rows of a step are expanded at once, whatever memory their prefixes take"
+    size > room
+    False
+with chosen_prompts._group, test_chosen_prompts.test_beginnings_of_prompts_are_expanded_while_there_is_room_for_the_keys_before_them:
+    "keys that pad a row lie behind it, where nobody may have written"
+    np.minimum(position, np.repeat(last, sizes))
+    position
+with indexed.IndexedAttention.choose, test_chosen_prompts.test_tokens_see_the_keys_that_they_chose_expanded_and_absorbed["rows0-False"]:
+    "bits are those of the first tokens of a step"
+    seen(self._prompts.tokens, self._prompts.most)
+    seen(None, self._prompts.most)
+with chosen_kernel._attend, test_chosen_kernel.test_the_kernel_computes_what_its_twin_does:
+    "kernel: of a block the choice of the one before is taken"
+    tl.minimum(block + 1, num_blocks - 1)
+    block
+with index_topk._choose, test_index_topk.test_exactly_the_best_rows_and_of_equal_ones_the_first:
+    "kernel: bits name all rows that are better or equal"
+    tl.reshape(is_chosen.to(tl.int64), [CHUNK // _WORD, _WORD])
+    tl.reshape((is_better | is_equal).to(tl.int64), [CHUNK // _WORD, _WORD])
 with index_rows.rotate_first, test_index_oracle.test_logits_are_those_of_transformers["deepseek"]:
     "keys of an index know no positions"
     torch.cat((rotated, plain), -1)

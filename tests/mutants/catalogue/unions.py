@@ -41,7 +41,7 @@ with union_rows.rows_at, test_union_reference.test_all_sources_and_the_sink_shar
     "rows of nobody are read: NaN times 0"
     source.pool[slots.clamp(min=0)].to(dtype).masked_fill_((slots < 0)[..., None], 0)
     source.pool[slots.clamp(min=0)].to(dtype)
-with union_reference.choose_rows, test_union_reference.test_the_best_rows_are_chosen_and_of_equal_ones_the_first:
+with union_reference._best, test_union_reference.test_the_best_rows_are_chosen_and_of_equal_ones_the_first:
     "of equal rows the last are chosen"
     scores.argsort(dim=-1, descending=True, stable=True)
     scores.argsort(dim=-1, stable=True).flip(-1)

@@ -20,6 +20,7 @@ from hiserve.core.quantization import QuantSpec
 from hiserve.core.row_shapes import PACKED_V4, PackedPages, packed_key
 from hiserve.kernels import (
     attention_decode,
+    chosen_triton,
     compressed_fused,
     delta_triton,
     draft_triton,
@@ -46,6 +47,7 @@ from hiserve.kernels.step_ops import FreeDraws, TokenMasks
 from hiserve.kernels.streams_reference import MixWeights
 from hiserve.models.builtin_shapes import SHAPES
 from tests.helpers.attention import Case
+from tests.helpers.chosen_case import ChosenCase
 from tests.helpers.compiled import Compiled, launched_kernels
 from tests.helpers.compressed_cases import CompressedStep
 from tests.helpers.delta_cases import Chunk, Layer, nan_pools, random_inputs, random_weights
@@ -320,6 +322,15 @@ def compressed(*, in_full: bool = False) -> None:
     case.compress(compressed_fused, 128, 1)
 
 
+def chosen_prompts() -> None:
+    """Of DeepSeek-V3.2 and GLM-5, and of a small model whose heads are no powers of 2; choices of tokens as bits."""
+    for dims, dtype in (((192, 128), BF16), ((256, 256), BF16), ((24, 12), torch.float32)):
+        rows = ChosenCase(((0, 2),), num_heads=2, key_dim=dims[0], value_dim=dims[1], dtype=dtype)
+        rows.attend(chosen_triton)
+    keys, weights = CompressedStep().range(1, 128, 4), torch.zeros(4, 64)
+    chosen_triton.choose_bits(torch.zeros(4, 64, 128, dtype=BF16), weights, keys, 512, 0.1)
+
+
 def streams() -> None:
     """Of DeepSeek-V4's shape, and its routes."""
     x = torch.zeros(3, 4, 4096, dtype=BF16)
@@ -480,6 +491,7 @@ RUNS: dict[str, tuple[Callable[[], None], set[str]]] = {
         | {f"compress.{name}" for name in ("_make", "_keep")}
         | {"window_slots._list_slots"},
     ),
+    "chosen prompts": (chosen_prompts, {"chosen_prompts._attend", "index_topk._score", "index_topk._choose"}),
     "streams": (
         streams,
         {"streams._project", "stream_sums._weigh", "streams._merge"}
