@@ -143,4 +143,4 @@ def _group(
     entries, position_of, where = upload((np.repeat(rows, sizes), position, columns), inputs.kv_lens.device)
     pages = inputs.page_table[entries, position_of // shape.page_size].long()
     slots = pages * shape.page_size + position_of % shape.page_size
-    return _Group(slots, ExpandedRows(where, int(columns[:, 1].max())))
+    return _Group(slots, ExpandedRows(columns, where))

@@ -7,6 +7,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from hiserve.core.plan import Int32Array
+
 WORD_KEYS = 64
 """Keys of a word; the first is its lowest bit."""
 
@@ -22,13 +24,18 @@ class ExpandedRows:
     """Rows whose keys and values are expanded.
 
     Attributes:
-        columns: int32 ``[n, 5]``: the first token of a row, how many tokens it has, the first of its rows of bits, its first key, and
-            how many keys it has before its first token. Keys up to the next multiple of ``BLOCK_KEYS`` are there, and finite.
-        max_new: Most tokens of a row.
+        host: int32 ``[n, 5]``: the first token of a row, how many tokens it has, the first of its rows of bits, its first key, and how many
+            keys it has before its first token. Keys up to the next multiple of ``BLOCK_KEYS`` are there, and finite.
+        columns: The same on the device.
     """
 
+    host: Int32Array
     columns: Tensor
-    max_new: int
+
+    @property
+    def max_new(self) -> int:
+        """Most tokens of a row."""
+        return int(self.host[:, 1].max())
 
 
 def num_words(num_keys: int) -> int:

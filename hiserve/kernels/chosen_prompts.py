@@ -139,7 +139,8 @@ def _attend(  # type: ignore[no-untyped-def]
             keys = rest_blocks.load([place, head, shape.wide_dim]).reshape(num_keys, shape.rest_dim)
             scores = tl.dot(rest, keys.T, scores, input_precision="ieee")
         scores = tl.where(_sees(low, high, num_keys), scores, -float("inf"))
-        low, high = _load_words(words, tl.minimum(block + 1, num_blocks - 1), num_keys)  # they come while this block is added
+        # The next ones come while this block is added.
+        low, high = _load_words(words, tl.minimum(block + 1, num_blocks - 1), num_keys)
         new_top = tl.maximum(top, tl.max(scores, 1) * scale)
         base = tl.where(new_top == -float("inf"), 0.0, new_top)  # a token that has chosen no key yet
         weights, decay = tl.exp2(scores * scale - base[:, None]), tl.exp2(top - base)

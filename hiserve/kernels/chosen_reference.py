@@ -12,7 +12,6 @@ from hiserve.kernels.union_reference import choose_bits as choose_bits
 from hiserve.kernels.union_reference import choose_rows as choose_rows
 from hiserve.kernels.union_rows import ChosenRows
 
-
 _NUM_SCORES = 1 << 24  # in memory at once
 
 
@@ -53,7 +52,7 @@ def attend_chosen(
 def attend_expanded(
     q: Tensor, keys: Tensor, values: Tensor, bits: Tensor, rows: ExpandedRows, scale: float, out: Tensor
 ) -> None:
-    """Attends to chosen keys of prompts, which are expanded. On a CPU: it reads where rows lie.
+    """Attends to chosen keys of prompts, which are expanded.
 
     Args:
         q: ``[T, num_heads, d]``.
@@ -66,7 +65,7 @@ def attend_expanded(
         out: ``[T, num_heads, v]``. Written for the tokens of these rows.
     """
     wide = torch.promote_types(q.dtype, torch.float32)
-    for token, count, bit, key, prefix in rows.columns.tolist():
+    for token, count, bit, key, prefix in rows.host:
         mine = slice(key, key + prefix + count)
         own_keys, own_values = keys[mine].to(wide), values[mine].to(wide)
         step = max(1, _NUM_SCORES // (q.shape[1] * len(own_keys)))

@@ -113,9 +113,7 @@ def _choose_best(
         num_parts = max(1, triton.cdiv(scores.shape[1], chunk))  # one where no token sees a row, too
         is_last = num_parts == 1
         size = (num_tokens, num_parts * most)
-        best, best_rows = (
-            (None, None) if is_last else (scores.new_empty(size), out.new_empty(size, dtype=torch.int32))
-        )
+        best, best_rows = (None, None) if is_last else (scores.new_empty(size), out.new_empty(size, dtype=torch.int32))
         _choose[(num_tokens, num_parts)](
             scores, rows, *places, best, best_rows, out, table.stride(0), scores.shape[1], most, out.shape[1], shape,
             CHUNK=chunk, IS_BITS=is_bits, num_warps=max(4, min(32, chunk // _ELEMENTS_PER_WARP)),

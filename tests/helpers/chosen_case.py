@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -66,8 +67,8 @@ class ChosenCase:
             token, bit, key = token + count, bit + count, key + size
         self.q, self.keys, self.values = (each.to(device) for each in (q, keys, values))
         self.bits = pack_bits(torch.cat(chosen)).to(device)
-        where = torch.tensor(columns, dtype=torch.int32, device=device)
-        self.rows = ExpandedRows(where, max(count for _, count in rows))
+        where = np.array(columns, dtype=np.int32)
+        self.rows = ExpandedRows(where, torch.from_numpy(where).to(device))
 
     def attend(self, ops: Any, **options: Any) -> Tensor:
         """Attends by the operations of a module; tokens that it does not write stay NaN."""

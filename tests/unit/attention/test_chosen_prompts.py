@@ -59,7 +59,7 @@ def test_beginnings_of_prompts_are_expanded_while_there_is_room_for_the_keys_bef
     assert plan.most == 15
     columns = [group.rows.columns.tolist() for group in plan._groups]
     assert columns == [[[2, 4, 0, 0, 0], [6, 11, 4, 4, 0], [17, 9, 15, 16, 6]]]
-    assert [group.rows.max_new for group in plan._groups] == [11]
+    assert [(group.rows.max_new, group.rows.host.tolist()) for group in plan._groups] == [(11, columns[0])]
     slots = plan._groups[0].slots
     assert torch.equal(slots[:4], case.inputs.slots[2:6])
     assert torch.equal(slots[4:16], case.inputs.slots[torch.tensor([*range(6, 17), 16])])
