@@ -199,7 +199,9 @@ def _choose(  # type: ignore[no-untyped-def]
     # Where a token sees no more rows than it may choose there are no scores.
     is_scored = is_row & (place < tl.where(end > most, num_rows, 0))
     order = tl.where(is_row, _order(scores, place, is_scored), 0)
-    least, bit = tl.full((), 0, tl.uint32), tl.full((), 1 << 31, tl.uint32)
+    # No more rows than are chosen need no least score: parts behind the end of a context, and later rounds of a short one.
+    is_search = tl.sum(is_row.to(tl.int32), 0) > most
+    least, bit = tl.full((), 0, tl.uint32), tl.where(is_search, 1 << 31, 0).to(tl.uint32)
     num_found = tl.full((), -1, tl.int32)
     while (bit > 0) & (num_found != most):
         count = tl.sum((order >= (least | bit)).to(tl.int32), 0)
