@@ -1,16 +1,18 @@
-"""Exchanges by torch's collectives: gloo between CPUs, NCCL between GPUs.
+"""Exchanges by torch's collectives: gloo between CPUs, NCCL between GPUs; sums of few rows also by writes into each other's memory.
 
 The rendezvous is a file, so that the group opens no port but those of the library, on loopback; nothing is pickled.
 """
 
 from __future__ import annotations
 
+import importlib
+import logging
 from collections import deque
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from datetime import timedelta
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
@@ -22,8 +24,13 @@ from hiserve.distributed.exchange import Exchanged
 from hiserve.distributed.shard import Shard
 from hiserve.kernels.ops import Ops, ops_for
 
+if TYPE_CHECKING:
+    from hiserve.distributed.push import Push
+
 JOIN_S = 600.0  # an exchange waits so long at most; ranks load weights between two
 LOOPBACK = "127.0.0.1"
+
+logger = logging.getLogger(__name__)
 
 
 class Collectives:
@@ -33,13 +40,16 @@ class Collectives:
         shard: This rank's.
         device: Of all tensors.
         rendezvous: A file that all ranks name, in a folder that no other user can enter; it need not exist.
+        may_push: Few rows are summed by ``distributed/push.py`` where the GPUs of all ranks map each other's memory.
     """
 
-    def __init__(self, shard: Shard, device: torch.device, rendezvous: Path) -> None:
+    def __init__(self, shard: Shard, device: torch.device, rendezvous: Path, *, may_push: bool = False) -> None:
         self.shard = shard
         self._device = device
         self._ops: Ops = ops_for(device)
-        self._group: Any = _open(shard, device, rendezvous)
+        store = dist.FileStore(str(rendezvous), shard.size)  # type: ignore[attr-defined]
+        self._group: Any = _open(shard, device, store)
+        self._push: Push | None = None
         self._is_paused = False
         self._left: deque[Exchanged] | None = None  # what is expected, if it is known
         self._recorded: list[Exchanged] | None = None  # while a graph is captured
@@ -48,14 +58,24 @@ class Collectives:
         self._gather = dist.distributed_c10d.AllgatherOptions()  # type: ignore[attr-defined]
         self._reduce.asyncOp = self._gather.asyncOp = False
         self.sum(torch.zeros(1, device=device))  # NCCL connects with the first exchange, which no graph can hold
+        if may_push and device.type == "cuda" and shard.size > 1:
+            self._push = _open_push(shard, device, store)
 
     def reduce_add_norm(self, delta: Tensor, residual: Tensor, weight: Tensor, eps: float) -> Tensor:
+        if self._push is not None and not self._is_paused and delta.numel() and self._push.takes(delta):
+            out = torch.empty_like(residual)  # no memory may run out from here on
+            self._note(_sum_of(delta))
+            self._push.add_norm(delta, residual, weight, eps, out)
+            return out
         return self._ops.add_rms_norm(self.sum(delta), residual, weight, eps)
 
     def sum(self, x: Tensor) -> Tensor:
         if x.numel() and not self._is_paused:
-            self._note(Exchanged("sum", x.shape[0], x.shape[-1], x.dtype))
-            self._all_reduce(x)
+            self._note(_sum_of(x))
+            if self._push is not None and self._push.takes(x):
+                self._push.sum(x)
+            else:
+                self._all_reduce(x)
         return x
 
     def gather(self, x: Tensor) -> Tensor:
@@ -121,12 +141,21 @@ class Collectives:
             self._is_paused = False
 
     def abort(self) -> None:
-        # Connections of gloo end with the process at their other end; kernels of NCCL wait for it.
+        # Connections of gloo end with the process at their other end; kernels wait for it.
+        if self._push is not None:
+            self._push.abort()
         if self._device.type == "cuda" and self._group is not None:
             self._group.abort()
 
     def close(self) -> None:
         self._group = None
+        if self._push is not None:
+            self._push.close()
+            self._push = None
+
+
+def _sum_of(x: Tensor) -> Exchanged:
+    return Exchanged("sum", x.shape[0], x.shape[-1], x.dtype)
 
 
 def _finish(work: Any) -> None:
@@ -135,8 +164,7 @@ def _finish(work: Any) -> None:
         work.wait()
 
 
-def _open(shard: Shard, device: torch.device, rendezvous: Path) -> Any:
-    store = dist.FileStore(str(rendezvous), shard.size)  # type: ignore[attr-defined]
+def _open(shard: Shard, device: torch.device, store: Any) -> Any:
     timeout = timedelta(seconds=JOIN_S)
     if device.type == "cuda":
         prepare_nccl()
@@ -147,3 +175,12 @@ def _open(shard: Shard, device: torch.device, rendezvous: Path) -> Any:
     options._devices = [dist.ProcessGroupGloo.create_device(hostname=LOOPBACK)]
     options._timeout = timeout
     return dist.ProcessGroupGloo(store, shard.rank, shard.size, options)
+
+
+def _open_push(shard: Shard, device: torch.device, store: Any) -> Push | None:
+    # By name: triton is not installed everywhere.
+    push: Push | str = importlib.import_module("hiserve.distributed.push").open_push(store, shard, device)
+    if isinstance(push, str):
+        logger.info("NCCL sums few rows too, as devices do not map each other's memory: %s", push)
+        return None
+    return push

@@ -233,7 +233,10 @@ def follow(setup: Setup, socket: FrameSocket, on_gone: Callable[[], None]) -> bo
 
 def _execute_all(setup: Setup, follower: Follower, orders: queue.SimpleQueue[ToRank]) -> None:
     device = torch.device(setup.settings.model.device)
-    exchange = Collectives(Shard(setup.rank, setup.settings.parallel.tp), device, Path(setup.rendezvous))
+    parallel = setup.settings.parallel
+    exchange = Collectives(
+        Shard(setup.rank, parallel.tp), device, Path(setup.rendezvous), may_push=parallel.exchange == "auto"
+    )
     segment = open_segment(setup.settings, setup.replica, rank=setup.rank, patience_s=FORMER_S)
     with nullcontext() if segment is None else closing(segment):
         executor, num_host_pages = _build(setup, segment, exchange, follower, orders)

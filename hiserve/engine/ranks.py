@@ -171,11 +171,13 @@ class Ranks:
             HiserveError: A rank has ended, for this reason.
         """
         joining: Future[Exchange] = Future()
+        parallel = self._settings.parallel
 
         def join() -> None:
             try:
+                may_push = parallel.exchange == "auto"
                 joining.set_result(
-                    Collectives(Shard(0, self._settings.parallel.tp), device, self._folder / "rendezvous")
+                    Collectives(Shard(0, parallel.tp), device, self._folder / "rendezvous", may_push=may_push)
                 )
             except Exception as error:  # noqa: BLE001 - ``result`` raises it
                 joining.set_exception(error)

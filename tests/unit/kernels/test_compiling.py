@@ -31,6 +31,7 @@ from hiserve.kernels import (
     latent_decode,
     page_copy,
     page_lists,
+    push_sum,
     quantized_linear,
     share_draw,
     step_triton,
