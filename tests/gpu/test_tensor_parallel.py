@@ -35,6 +35,21 @@ def test_two_gpus_have_the_tokens_of_one(dtype: str, graphs: str, spec: str) -> 
     assert share[0] >= (0.99 if dtype == "float32" else 0.3)
 
 
+@pytest.mark.parametrize(("dtype", "graphs"), [("float32", "all"), ("bfloat16", "all"), ("bfloat16", "off")])
+def test_pushed_sums_have_the_tokens_of_nccl(dtype: str, graphs: str) -> None:
+    """Sums of two are the same bits; the norm behind them adds squares in another order."""
+    options = SETTINGS | {"dtype": dtype, "graphs": graphs, "spec": trained("eagle3"), "spec_steps": 3, "tp": 2}
+    found = {}
+    for exchange in ("nccl", "auto"):
+        with LLM(**options, exchange=exchange) as llm:
+            found[exchange] = tokens_of(llm)
+            is_pushed = engine_of(llm)._executor._group.exchange._push is not None  # type: ignore[attr-defined]
+            assert is_pushed == (exchange == "auto")
+    share = agreement(found["nccl"], found["auto"])
+    print(f"{dtype} {graphs}: {share:.3f} of the tokens are NCCL's")
+    assert share >= (0.99 if dtype == "float32" else 0.3)
+
+
 def test_memory_of_a_group_comes_back() -> None:
     """Its processes end, and a second group finds the devices free."""
     free = []
