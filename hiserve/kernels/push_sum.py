@@ -150,7 +150,9 @@ def _await_words(source, mask, count, stamp, is_ended, POLLS: tl.constexpr):  # 
 def _elements(bits, dtype: tl.constexpr, PER_WORD: tl.constexpr):  # type: ignore[no-untyped-def]
     """Returns the elements of words of 4 bytes, in float32."""
     if PER_WORD == 1:
-        return bits.to(dtype, bitcast=True)
-    first = bits.to(tl.int16).to(dtype, bitcast=True)
-    second = (bits >> 16).to(tl.int16).to(dtype, bitcast=True)
-    return tl.interleave(first, second).to(tl.float32)
+        elements = bits.to(dtype, bitcast=True)
+    else:
+        first = bits.to(tl.int16).to(dtype, bitcast=True)
+        second = (bits >> 16).to(tl.int16).to(dtype, bitcast=True)
+        elements = tl.interleave(first, second).to(tl.float32)
+    return elements

@@ -83,6 +83,59 @@ def test_a_collective_that_is_on_the_stream_is_not_waited_for(tmp_path: Path, mo
     assert done == ["sum", "sum", "gather"]
 
 
+class FakePush:
+    """Doubles up to two rows, as two ranks with the same rows would have them."""
+
+    def __init__(self) -> None:
+        self.calls: list[str] = []
+
+    def takes(self, x: torch.Tensor) -> bool:
+        return x.shape[0] <= 2
+
+    def sum(self, x: torch.Tensor) -> None:
+        self.calls.append("sum")
+        x.mul_(2)
+
+    def add_norm(
+        self, delta: torch.Tensor, residual: torch.Tensor, weight: torch.Tensor, eps: float, out: torch.Tensor
+    ) -> None:
+        self.calls.append("add_norm")
+        out.copy_(reference.add_rms_norm(2 * delta, residual, weight, eps))
+
+    def abort(self) -> None:
+        self.calls.append("abort")
+
+    def close(self) -> None:
+        self.calls.append("close")
+
+
+def test_few_rows_are_pushed_and_noted_as_any_sum(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What a rank owes the others of a step that failed goes the same way."""
+    collected: list[int] = []
+    group = SimpleNamespace(allreduce=lambda tensors, _: collected.append(tensors[0].shape[0]))
+    monkeypatch.setattr(collectives, "_open", lambda *_: group)
+    exchange, push = Collectives(Shard(0, 2), CPU, tmp_path / "rendezvous", may_push=True), FakePush()
+    assert exchange._push is None  # on a CPU
+    exchange._push = push  # type: ignore[assignment]
+    collected.clear()
+    exchange.expect([Exchanged("sum", rows, 4, torch.float32) for rows in (2, 1, 3, 3, 2, 3)])
+    weight, residual = torch.ones(4), torch.ones(2, 4)
+    normed = exchange.reduce_add_norm(torch.full((2, 4), 3.0), residual, weight, 0.0)
+    assert residual.unique().tolist() == [7.0] and normed.unique().tolist() == [1.0]
+    assert exchange.sum(torch.ones(1, 4)).unique().tolist() == [2.0]
+    exchange.reduce_add_norm(torch.ones(3, 4), torch.ones(3, 4), weight, 0.0)
+    exchange.sum(torch.ones(3, 4))
+    with exchange.paused():
+        exchange.sum(torch.ones(1, 4))
+        exchange.reduce_add_norm(torch.ones(1, 4), residual[:1], weight, 0.0)
+    exchange.reduce_add_norm(torch.ones(0, 4), torch.ones(0, 4), weight, 0.0)
+    exchange.finish()
+    exchange.expect(None)
+    exchange.abort()
+    exchange.close()
+    assert push.calls == ["add_norm", "sum", "sum", "abort", "close"] and collected == [3, 3, 3]
+
+
 def test_a_rank_issues_what_no_graph_that_it_launched_holds(tmp_path: Path) -> None:
     """Of three exchanges the graph that is launched holds the first two; the other rank issues all by itself."""
 

@@ -280,6 +280,15 @@ def draw_tokens() -> None:
             share_draw.join_entries(torch.stack((entries, entries)), draws)
 
 
+def push() -> None:
+    """Words of one element and of two, among two ranks and three."""
+    for dtype, num_ranks in ((BF16, 2), (torch.float32, 3)):
+        x, counts = torch.zeros(2, 2880, dtype=dtype), torch.zeros(push_sum.MAX_ROWS, dtype=torch.int32)
+        inboxes = push_sum.Inboxes(torch.zeros(num_ranks, dtype=torch.int64), counts, counts[:1], 1)
+        push_sum.push_sum(x, inboxes)
+        push_sum.push_add_norm(x, x.clone(), x[0], 1e-6, x.clone(), inboxes)
+
+
 def step() -> None:
     """Without pages of layers with a window, and with them; likewise with states."""
     generator = torch.Generator().manual_seed(1)
@@ -508,6 +517,7 @@ RUNS: dict[str, tuple[Callable[[], None], set[str]]] = {
         {"exact_linear._product_kernel", "exact_decode._attend", "exact_extend._extend", "parts_triton._sum_kernel"}
         | {"attention_schedule._schedule"},
     ),
+    "push": (push, {"push_sum._push_kernel"}),
     "pages": (pages, {"page_lists._list_pages", "page_copy._copy_pages"}),
 }
 # More of the same, behind ``wide``.
