@@ -2,16 +2,16 @@
 
 from hiserve import layers
 from hiserve.cache.storage import host_segment, shard_store
-from hiserve.distributed import collectives, shard
+from hiserve.distributed import collectives, peer_memory, shard
 from hiserve.engine import executor, host_adoption, joined_acks, rank, ranks, step_exchanges
-from hiserve.kernels import share_draw, step_reference
+from hiserve.kernels import push_sum, share_draw, step_reference
 from hiserve.models import block_scales, decoder, draft_heads, names, shard_weights, shards, weights
 from hiserve.runners import dispatch, step_output
 from hiserve.sampling import logit_shares
 from tests.e2e import test_rank_processes, test_tensor_parallel
-from tests.unit.distributed import test_collectives, test_shard
+from tests.unit.distributed import test_collectives, test_peer_memory, test_shard
 from tests.unit.engine import test_executor_faults, test_host_adoption, test_joined_acks, test_rank_memory, test_ranks, test_step_exchanges
-from tests.unit.kernels import test_draw
+from tests.unit.kernels import test_draw, test_push_sum
 from tests.unit.models import test_expert_weights, test_shards
 from tests.unit.runners import test_graph
 from tests.unit.sampling import test_logit_shares
@@ -243,3 +243,27 @@ with (
     "S6: a rank waits for the loads alone that the first rank waits for"
     plan.waits
     decision.loads
+with push_sum._push_kernel, test_push_sum.test_words_are_taken_when_they_have_the_count_of_their_row:
+    "S22: a rank that is one sum ahead overwrites words that were not read"
+    count & 1
+    0
+with push_sum._await_words[2], test_push_sum.test_words_are_taken_when_they_have_the_count_of_their_row:
+    "S22: words of a former sum are taken"
+    (words >> 32).to(tl.int32) != count
+    (words >> 32).to(tl.int32) == 0
+with push_sum._await_words[1], test_push_sum.test_words_are_taken_when_they_have_the_count_of_their_row:
+    "S22: words that are there are taken, whatever their count"
+    (words >> 32).to(tl.int32) != count
+    (words >> 32).to(tl.int32) == 0
+with push_sum._push_kernel, test_push_sum.test_ranks_have_the_sums_of_all_in_their_order:
+    "S5: each rank adds its own part first"
+    rank == RANK
+    rank == 0
+with collectives.Collectives.finish, test_collectives.test_few_rows_are_pushed_and_noted_as_any_sum:
+    "S22: what a rank owes of a step that failed goes another way than the others wait for"
+    self.sum(zeros)
+    self._all_reduce(zeros)
+with peer_memory.map_memory, test_peer_memory.test_what_one_rank_cannot_map_no_rank_has["0 opens 2"]:
+    "S22: some ranks write into memory, while others sum by NCCL"
+    any(failures)
+    failure
