@@ -43,7 +43,8 @@ class Parallel(msgspec.Struct, frozen=True, kw_only=True):
         Literal["auto", "nccl"],
         about(
             "How the GPUs of --tp add their parts of up to 128 rows: auto writes into each other's memory where the devices map it, and "
-            "nccl, which adds all others, adds these too. On cpu it is gloo."
+            "nccl, which adds all others, adds these too. On cpu it is gloo.",
+            is_debug=True,
         ),
     ] = "nccl"
     devices: Annotated[

@@ -19,7 +19,7 @@ NUMBERS = [setting for setting in ALL if setting.kind in ("int", "float")]
 WHOLE = [setting for setting in ALL if setting.kind == "int"]
 FLAGS = """
     --host --port --served-model-name --dtype --max-model-len --kv-pages --kv-dtype --window-pages --page-size --max-running-requests
-    --max-batched-tokens --overlap --policy --replicas --tp --devices --cpu-threads --load-format --device --log-level --debug
+    --max-batched-tokens --overlap --policy --replicas --tp --devices --exchange --cpu-threads --load-format --device --log-level --debug
     --revision --chat-template --reply-format --thoughts --sampling-defaults --max-queued-requests --max-queued-tokens --queue-timeout-s
     --request-timeout-s --step-timeout-s --api-key --admin-api-key --metrics-key --seal-key --responses-store --keep-volatile --share-prefixes --max-request-bytes --strict-fields --otel-endpoint
     --kv-events --kv-events-replay
@@ -28,7 +28,7 @@ FLAGS = """
     --attention-backend --exact --graphs --graph-gate --graph-max-len --grammar-threads --spec --spec-steps --spec-tree --spec-history
     --store --store-gib --store-prefetch --store-prefetch-timeout-s --store-secret-file --store-timeout-s --tail-share --tail-every --state-dtype --quantize
 """
-MAX_FLAGS, MAX_SHOWN = 74, 53
+MAX_FLAGS, MAX_SHOWN = 75, 53
 
 
 def value_of(config: Options, setting: Flag) -> Any:

@@ -5,13 +5,15 @@ from __future__ import annotations
 from tests.helpers.interpreted import run_interpreted
 
 HEADER = """
-import os, sys, threading, traceback
+CPU_S = 5
+import os, resource, sys, threading, traceback
 import torch
 from hiserve.kernels import push_sum, reference
 from hiserve.kernels.push_sum import MAX_ROWS, MAX_WORDS, Inboxes
 
 torch.set_num_threads(1)
 push_sum._POLLS = 4
+resource.setrlimit(resource.RLIMIT_CPU, (CPU_S, CPU_S))  # a rank that waits for a word that does not come, also in forks
 
 
 def shared(size):
