@@ -41,6 +41,7 @@ class _Shape(NamedTuple):
     page_rows: int
     ratio: int
     tile: int  # of packed keys, else 0
+    num_tokens: int  # whose scores one program computes, 1 or 2
 
 
 def choose_rows(q: Tensor, weights: Tensor, keys: RangeRows, most: int, scale: float) -> Tensor:
@@ -74,16 +75,17 @@ def _choose_all(
     q, weights = q.contiguous(), weights.contiguous()
     step = index_tokens(num_tokens, keys.width)
     block_heads = max(16, triton.next_power_of_2(num_heads))
-    shape = _Shape(num_heads, block_heads, width, _NUM_KEYS, keys.page_rows, keys.ratio, tile)
-    num_parts = max(1, min(_WAVES * num_processors(q.device) // step, triton.cdiv(keys.width, _NUM_KEYS)))
+    shape = _Shape(num_heads, block_heads, width, _NUM_KEYS, keys.page_rows, keys.ratio, tile, num_tokens=2 if is_bits else 1)
+    num_programs = triton.cdiv(step, shape.num_tokens)
+    num_parts = max(1, min(_WAVES * num_processors(q.device) // num_programs, triton.cdiv(keys.width, _NUM_KEYS)))
     for first in range(0, num_tokens, step):
         part = slice(first, first + step)
         places = (keys.positions[part], keys.token_rows[part], keys.table)
         count = min(step, num_tokens - first)
         scores = q.new_empty((count, keys.width), dtype=torch.float32)
-        _score[(count, num_parts)](
+        _score[(triton.cdiv(count, shape.num_tokens), num_parts)](
             q[part], weights[part], *places, keys.pool, scores, keys.table.stride(0), keys.pool.stride(0), keys.width,
-            scale, most, shape,
+            scale, most, count, shape,
             num_warps=_NUM_WARPS, num_stages=_NUM_STAGES, **early_launch(q.device),
         )  # fmt: skip
         _choose_best(scores, places, most, out[part], shape, is_bits=is_bits)
@@ -125,45 +127,72 @@ def _choose_best(
 
 
 @triton.jit(
-    do_not_specialize=["table_stride", "num_rows", "scale", "most"],
+    do_not_specialize=["table_stride", "num_rows", "scale", "most", "num_tokens"],
     do_not_specialize_on_alignment=["q", "weights", "positions", "token_rows"],
 )
 def _score(  # type: ignore[no-untyped-def]
-    q, weights, positions, token_rows, table, pool, scores, table_stride, slot_stride, num_rows, scale, most,
+    q, weights, positions, token_rows, table, pool, scores, table_stride, slot_stride, num_rows, scale, most, num_tokens,
     SHAPE: tl.constexpr, IS_EARLY: tl.constexpr
 ):  # fmt: skip
-    """Each program computes the scores of a token's rows in one part of them: whole tiles, of what the token sees.
+    """Each program computes the scores of a token's rows in one part of them, or of two tokens': whole tiles, of what they see.
 
-    Where it sees no more than ``most``, all are chosen and need no score.
+    Where they see no more than ``most``, all are chosen and need no score. Two tokens of one row share its keys.
     """
     start_next(IS_EARLY)
     await_previous(IS_EARLY)
-    token, num_parts = tl.program_id(0).to(tl.int64), tl.num_programs(1)
-    end = (tl.load(positions + token).to(tl.int32) + 1) // SHAPE.ratio
+    token = tl.program_id(0).to(tl.int64) * SHAPE.num_tokens
+    if SHAPE.num_tokens == 1:
+        row, end = tl.load(token_rows + token), (tl.load(positions + token).to(tl.int32) + 1) // SHAPE.ratio
+        _score_rows(q, weights, table, pool, scores, table_stride, slot_stride, num_rows, scale, most, token, row, end, 1, SHAPE)
+    else:
+        stop = tl.minimum(token + 2, num_tokens)
+        while token < stop:
+            last = tl.minimum(token + 1, stop - 1)
+            row = tl.load(token_rows + token)
+            last = tl.where(tl.load(token_rows + last) == row, last, token)
+            position = tl.maximum(tl.load(positions + token), tl.load(positions + last))
+            end, count = (position.to(tl.int32) + 1) // SHAPE.ratio, last - token + 1
+            _score_rows(q, weights, table, pool, scores, table_stride, slot_stride, num_rows, scale, most, token, row, end, count, SHAPE)
+            token += count
+
+
+@triton.jit
+def _score_rows(  # type: ignore[no-untyped-def]
+    q, weights, table, pool, scores, table_stride, slot_stride, num_rows, scale, most, token, row, end, count,
+    SHAPE: tl.constexpr
+):  # fmt: skip
+    """Computes a program's part of the scores of ``count`` tokens of a row, from ``token`` on, which see its rows up to ``end``."""
+    num_parts = tl.num_programs(1)
     share = tl.cdiv(tl.cdiv(end, SHAPE.num_keys), num_parts) * SHAPE.num_keys
     low = tl.program_id(1) * share
     if (low < end) & (end > most):
-        entry = table + tl.load(token_rows + token) * table_stride
-        head, column = tl.arange(0, SHAPE.block_heads), tl.arange(0, SHAPE.width)
-        is_head = head < SHAPE.num_heads
-        mine = q + (token * SHAPE.num_heads + head)[None, :] * SHAPE.width + column[:, None]
-        queries = tl.load(mine, mask=is_head[None, :], other=0.0)
-        weight = tl.load(weights + token * SHAPE.num_heads + head, mask=is_head, other=0.0).to(tl.float32)
+        entry = table + row * table_stride
+        vector, column = tl.arange(0, SHAPE.num_tokens * SHAPE.block_heads), tl.arange(0, SHAPE.width)
+        head, number = vector % SHAPE.block_heads, vector // SHAPE.block_heads
+        is_head = (head < SHAPE.num_heads) & (number < count)
+        cell = (token + number) * SHAPE.num_heads + head
+        queries = tl.load(q + cell[None, :] * SHAPE.width + column[:, None], mask=is_head[None, :], other=0.0)
+        weight = tl.load(weights + cell, mask=is_head, other=0.0).to(tl.float32)
+        mine = token + tl.arange(0, SHAPE.num_tokens)
         for first in range(low, tl.minimum(low + share, end), SHAPE.num_keys):
-            row = first + tl.arange(0, SHAPE.num_keys)
-            is_row = row < end
-            page = tl.load(entry + row // SHAPE.page_rows, mask=is_row, other=0)
-            slot = page.to(tl.int64) * SHAPE.page_rows + row % SHAPE.page_rows
+            key = first + tl.arange(0, SHAPE.num_keys)
+            is_key = key < end
+            page = tl.load(entry + key // SHAPE.page_rows, mask=is_key, other=0)
+            slot = page.to(tl.int64) * SHAPE.page_rows + key % SHAPE.page_rows
             dtype: tl.constexpr = q.dtype.element_ty
             if SHAPE.tile:
-                keys, factors = load_keys(pool, slot, is_row, dtype, SHAPE.width, SHAPE.page_rows)
+                keys, factors = load_keys(pool, slot, is_key, dtype, SHAPE.width, SHAPE.page_rows)
             else:
-                keys = tl.load(pool + slot[:, None] * slot_stride + column[None, :], mask=is_row[:, None], other=0.0)
-            products = tl.maximum(tl.dot(keys, queries, input_precision="ieee") * scale, 0.0)
-            found = tl.sum(products * weight[None, :], 1)
+                keys = tl.load(pool + slot[:, None] * slot_stride + column[None, :], mask=is_key[:, None], other=0.0)
+            products = tl.maximum(tl.dot(keys, queries, input_precision="ieee") * scale, 0.0) * weight[None, :]
+            if SHAPE.num_tokens == 1:
+                found = tl.sum(products, 1)[:, None]
+            else:
+                found = tl.sum(tl.reshape(products, [SHAPE.num_keys, SHAPE.num_tokens, SHAPE.block_heads]), 2)
             if SHAPE.tile:
-                found *= factors
-            tl.store(scores + token * num_rows + row, found, mask=is_row)
+                found *= factors[:, None]
+            is_score = is_key[:, None] & (mine < token + count)[None, :]
+            tl.store(scores + mine[None, :] * num_rows + key[:, None], found, mask=is_score)
 
 
 @triton.jit
