@@ -30,6 +30,7 @@ class Tile(NamedTuple):
     num_keys: int  # one word, or two
     num_warps: int
     num_stages: int
+    max_registers: int | None = None  # of a thread, so that two programs fit a multiprocessor
 
 
 _TILE = Tile(128, 128, 8, 2)  # chosen by registers alone
@@ -75,7 +76,7 @@ def attend_expanded(
     assert can_attend_expanded(key_dim, value_dim, q.dtype), f"heads of {key_dim} and {value_dim} elements"
     assert keys.shape[0] % BLOCK_KEYS == 0, f"{keys.shape[0]} keys"
     cut = tile or _tile_for(key_dim, value_dim, q.dtype)
-    assert cut.num_keys in (WORD_KEYS, 2 * WORD_KEYS), cut
+    assert cut.num_keys in (WORD_KEYS // 2, WORD_KEYS, 2 * WORD_KEYS), cut
     wide_dim = 1 << (key_dim.bit_length() - 1)
     shape = _Shape(
         num_heads=num_heads,
@@ -93,7 +94,7 @@ def attend_expanded(
     _attend[grid](
         q, bits, rows.columns, _blocks(keys, cut.num_keys, wide_dim), _blocks(keys, cut.num_keys, shape.rest_dim or wide_dim),
         _blocks(values, cut.num_keys, shape.block_values), out, q.stride(0), scale * math.log2(math.e), shape,
-        num_warps=cut.num_warps, num_stages=cut.num_stages,
+        num_warps=cut.num_warps, num_stages=cut.num_stages, maxnreg=cut.max_registers,
     )  # fmt: skip
     return None
 
@@ -167,8 +168,10 @@ def _load_queries(at, shape: tl.constexpr):  # type: ignore[no-untyped-def]
 @triton.jit
 def _load_words(words, block, num_keys: tl.constexpr):  # type: ignore[no-untyped-def]
     """Returns the words of a block, of which there may be one."""
-    at = words + block * (num_keys // _WORD)
+    at = words + block * num_keys // _WORD
     low = tl.load(at)
+    if num_keys < _WORD:
+        low >>= block % (_WORD // num_keys) * num_keys
     return low, tl.load(at + 1) if num_keys > _WORD else low
 
 
