@@ -171,7 +171,7 @@ def _load_words(words, block, num_keys: tl.constexpr):  # type: ignore[no-untype
     at = words + block * num_keys // _WORD
     low = tl.load(at)
     if num_keys < _WORD:
-        low >>= block % (_WORD // num_keys) * num_keys
+        low >>= block * num_keys % 64
     return low, tl.load(at + 1) if num_keys > _WORD else low
 
 
