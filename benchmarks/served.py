@@ -84,14 +84,20 @@ def bench_serve(url: str, **options: float) -> dict[str, Any]:
 
 def bench(kind: str, url: str, **options: float) -> dict[str, Any]:
     """Returns the file that a kind of ``hiserve bench`` writes with these options, none of whose requests failed."""
-    flags = [word for name, value in options.items() for word in (flag_of(name), str(value))]
     with tempfile.TemporaryDirectory() as folder:
         out = Path(folder) / "run.json"
-        command = (*HISERVE, "bench", kind, "--url", url, *flags, "--output", str(out))
+        command = (*HISERVE, "bench", kind, "--url", url, *bench_flags(options), "--output", str(out))
         subprocess.run(command, check=True, stdout=subprocess.DEVNULL)
         found: dict[str, Any] = json.loads(out.read_text())
     assert not found["summary"]["errors"], found["summary"]["errors"]
     return found
+
+
+def bench_flags(options: dict[str, Any]) -> list[str]:
+    """Returns options as ``hiserve bench`` takes them; one that is True has no value."""
+    return [
+        word for name, value in options.items() for word in (flag_of(name), str(value))[: 1 if value is True else 2]
+    ]
 
 
 def cpu_s(pid: int) -> float:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import sys
 import threading
 from collections.abc import Iterator
@@ -13,8 +14,8 @@ import pytest
 
 from benchmarks import peers
 from benchmarks.gpu.sizes import FULL, TINY
+from benchmarks.served import bench_flags
 from hiserve.cli import parse
-from hiserve.config.flags import flag_of
 
 
 class Loading(BaseHTTPRequestHandler):
@@ -77,6 +78,8 @@ def test_the_workloads_are_those_of_the_engine_and_of_its_users() -> None:
     assert plain.workloads["8 x 8192 -> 1"] == peers.Workload(
         "serve", {"num_prompts": 8, "max_concurrency": 8, "input_length": 8192, "output_length": 1}
     )
+    agents = plain.workloads["agents, 16 at once"]
+    assert (agents.options["speed"], agents.options["ignore_eos"], agents.is_recorded) == (math.inf, True, True)
     assert list(fp8.workloads) == [f"FP8, {title}" for title in at_once]
     assert list(few_pages.workloads) == ["32 conversations of 6144 over 4096 pages"]
     assert list(small.workloads) == ["qwen3-0.6b, 1 x 1024 -> 512", "qwen3-0.6b, 128 x 1024 -> 256"]
@@ -95,8 +98,7 @@ def test_each_workload_is_one_that_the_command_takes() -> None:
         for setup in peers.setups(sizes, Path("agents.jsonl")):
             assert parse(["serve", "model", *setup.flags.get("hiserve", ())])[0] == "serve"
             for workload in setup.workloads.values():
-                words = [word for name, value in workload.options.items() for word in (flag_of(name), str(value))]
-                assert parse(["bench", workload.kind, *words])[2]["kind"] == workload.kind
+                assert parse(["bench", workload.kind, *bench_flags(workload.options)])[2]["kind"] == workload.kind
 
 
 def test_what_follows_two_dashes_are_flags_of_the_one_server(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -106,6 +108,23 @@ def test_what_follows_two_dashes_are_flags_of_the_one_server(monkeypatch: pytest
     monkeypatch.setattr(sys, "argv", ["peers", "out.json", "abc", "--url", "http://one", "--", "--tp", "2"])
     with pytest.raises(SystemExit):
         peers.arguments()
+
+
+@pytest.mark.parametrize(("is_recorded", "sent", "counted"), [(False, [0, 1, 2], [1, 2]), (True, [0], [0])])
+def test_the_first_run_does_not_count_unless_the_next_would_send_the_same(
+    monkeypatch: pytest.MonkeyPatch, is_recorded: bool, sent: list[int], counted: list[int]
+) -> None:
+    seeds: list[int] = []
+
+    def bench(kind: str, url: str, *, seed: int, vocab_size: int) -> dict[str, object]:
+        seeds.append(seed)
+        rates = dict.fromkeys(peers.FIGURES, float(seed))
+        return {"summary": rates | {name: {"median": 1.0} for name in peers.LATENCIES}}
+
+    monkeypatch.setattr(peers, "bench", bench)
+    found = peers.measure("http://one", peers.Workload("serve", {}, is_recorded=is_recorded), 2, 100)
+    assert seeds == [peers.SEED + number for number in sent]
+    assert [run["requests_per_s"] for run in found["runs"]] == [peers.SEED + number for number in counted]
 
 
 def test_ratios_are_of_the_first_server_to_each_other_in_workloads_that_both_ran() -> None:
