@@ -17,7 +17,7 @@ _PEER_ACCESS = 1  # CU_IPC_MEM_LAZY_ENABLE_PEER_ACCESS
 class Store(Protocol):
     """Of torch: all ranks have it."""
 
-    def set(self, key: str, value: str | bytes, /) -> None:
+    def set(self, key: str, value: str, /) -> None:
         """Sets a value."""
 
     def get(self, key: str, /) -> bytes:
@@ -83,12 +83,12 @@ def map_memory(driver: Driver, store: Store, shard: Shard, num_bytes: int) -> Pe
     opened: dict[int, int] = {}
     try:
         own = driver.allocate(num_bytes)
-        store.set(f"handle {shard.rank}", driver.handle_of(own))
+        store.set(f"handle {shard.rank}", driver.handle_of(own).hex())
     except RuntimeError as error:
         failure = str(error)
         store.set(f"handle {shard.rank}", "")
     for rank in range(shard.size):
-        handle = store.get(f"handle {rank}")
+        handle = bytes.fromhex(store.get(f"handle {rank}").decode())
         if rank != shard.rank and handle and not failure:
             try:
                 opened[rank] = driver.open(handle)
