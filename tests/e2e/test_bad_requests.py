@@ -26,6 +26,7 @@ from tests.e2e.live import Live, serve
 from tests.helpers import bad_requests, bad_wire
 from tests.helpers.bad_requests import MAX_REQUEST_BYTES, NATIVE, TEXT, Answer, Bad
 from tests.helpers.bad_wire import Wire
+from tests.helpers.small_model import small_model
 
 
 async def run_corpus(
@@ -63,7 +64,7 @@ async def run_corpus(
 
 @pytest.fixture(scope="module")
 def live(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Live]:
-    with serve(tmp_path_factory.mktemp("bad"), *FLAGS, *LIMITS) as server:
+    with serve(tmp_path_factory.mktemp("bad"), small_model(), *FLAGS, *LIMITS) as server:
         warm(server)
         yield server
 
@@ -121,7 +122,7 @@ def strangers() -> Iterator[Bad]:
 
 
 async def test_requests_without_a_right_are_told_so_and_disturb_nobody(quiet: Quiet, tmp_path: Path) -> None:
-    with serve(tmp_path, *FLAGS, *LIMITS, "--api-key", KEY, "--admin-api-key", ADMIN_KEY) as live:
+    with serve(tmp_path, small_model(), *FLAGS, *LIMITS, "--api-key", KEY, "--admin-api-key", ADMIN_KEY) as live:
         cases = [bad_wire.sent(bad_requests.in_its_form(bad)) for bad in strangers()]
         faults = await run_corpus(live.url, cases, quiet, {"authorization": f"Bearer {KEY}"})
         assert not faults, "\n".join(faults)
