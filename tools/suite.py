@@ -1,7 +1,7 @@
 """Runs everything that CI runs and ends with one verdict: ``python -m tools.suite``.
 
-Checks come first, then the tests, three at a time, also if a check failed. The last line counts tests, and each
-check that failed as a failed test.
+The tests run three at a time. Checks run while one process collects them, and say at once what they found. The last line
+counts tests, and each check that failed as a failed test.
 """
 
 from __future__ import annotations
@@ -10,6 +10,7 @@ import os
 import subprocess
 import sys
 from collections import Counter
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 from tools.pytest_run import ROOT, run_pytest, verdict
@@ -50,11 +51,13 @@ def main(arguments: list[str]) -> int:
     Returns:
         0 if nothing failed and something was tested.
     """
-    failed_checks = run_checks(list(CHECKS))
     if arguments == ["--checks"]:
-        return int(bool(failed_checks))
+        return int(bool(run_checks(list(CHECKS))))
     os.environ.pop("PYTHONDONTWRITEBYTECODE", None)  # or each process that a test starts compiles the sources again
-    run = run_pytest([*TESTS, *arguments])
+    with ThreadPoolExecutor(1) as pool:
+        checks = pool.submit(run_checks, list(CHECKS))
+        run = run_pytest([*TESTS, *arguments])
+    failed_checks = checks.result()
     counts = run.counts + Counter({"failed": len(failed_checks)})
     print()
     for each in run.outcomes:
