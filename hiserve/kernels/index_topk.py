@@ -75,7 +75,9 @@ def _choose_all(
     q, weights = q.contiguous(), weights.contiguous()
     step = index_tokens(num_tokens, keys.width)
     block_heads = max(16, triton.next_power_of_2(num_heads))
-    shape = _Shape(num_heads, block_heads, width, _NUM_KEYS, keys.page_rows, keys.ratio, tile, num_tokens=2 if is_bits else 1)
+    shape = _Shape(
+        num_heads, block_heads, width, _NUM_KEYS, keys.page_rows, keys.ratio, tile, num_tokens=2 if is_bits else 1
+    )
     num_programs = triton.cdiv(step, shape.num_tokens)
     num_parts = max(1, min(_WAVES * num_processors(q.device) // num_programs, triton.cdiv(keys.width, _NUM_KEYS)))
     for first in range(0, num_tokens, step):
@@ -143,7 +145,9 @@ def _score(  # type: ignore[no-untyped-def]
     token = tl.program_id(0).to(tl.int64) * SHAPE.num_tokens
     if SHAPE.num_tokens == 1:
         row, end = tl.load(token_rows + token), (tl.load(positions + token).to(tl.int32) + 1) // SHAPE.ratio
-        _score_rows(q, weights, table, pool, scores, table_stride, slot_stride, num_rows, scale, most, token, row, end, 1, SHAPE)
+        _score_rows(
+            q, weights, table, pool, scores, table_stride, slot_stride, num_rows, scale, most, token, row, end, 1, SHAPE
+        )  # fmt: skip
     else:
         stop = tl.minimum(token + 2, num_tokens)
         while token < stop:
@@ -152,7 +156,9 @@ def _score(  # type: ignore[no-untyped-def]
             last = tl.where(tl.load(token_rows + last) == row, last, token)
             position = tl.maximum(tl.load(positions + token), tl.load(positions + last))
             end, count = (position.to(tl.int32) + 1) // SHAPE.ratio, last - token + 1
-            _score_rows(q, weights, table, pool, scores, table_stride, slot_stride, num_rows, scale, most, token, row, end, count, SHAPE)
+            _score_rows(
+                q, weights, table, pool, scores, table_stride, slot_stride, num_rows, scale, most, token, row, end, count, SHAPE
+            )  # fmt: skip
             token += count
 
 

@@ -105,9 +105,9 @@ with row_codec_triton.load_rows, test_row_codecs.test_kernels_read_packed_rows_a
     "kernel: rotated numbers of packed rows are those of the first tile"
     place + num_tiles * TILE
     place
-with index_topk._score, test_row_codecs.test_kernels_read_packed_rows_as_the_twin_does:
+with index_topk._score_rows, test_row_codecs.test_kernels_read_packed_rows_as_the_twin_does:
     "kernel: scores of packed keys lack their scales"
-    found *= factors
+    found *= factors[:, None]
     pass
 with row_codecs.load_packed, test_row_codecs.test_slots_of_any_shape_are_read_exactly["shape0"]:
     "packed rows are read with the scale of their first tile"
