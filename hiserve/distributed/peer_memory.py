@@ -1,6 +1,7 @@
 """Device memory that the ranks of one host map into each other's address space, by CUDA's handles for processes.
 
-A handle opens memory of a device that the process does not see otherwise, so that each rank may have a ``CUDA_VISIBLE_DEVICES`` of its own.
+Each rank has a ``CUDA_VISIBLE_DEVICES`` of its own: a handle opens memory of a device that the process does not see otherwise. Where CUDA refuses, no rank
+has the memory.
 """
 
 from __future__ import annotations

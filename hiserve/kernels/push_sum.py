@@ -20,7 +20,7 @@ from torch import Tensor
 
 from hiserve.kernels.launch import await_previous, early_launch, start_next
 
-MAX_ROWS = 128  # twice the bytes of a sum cross the link: with more rows NCCL is faster
+MAX_ROWS = 128  # twice the bytes of a sum cross the link: more rows are NCCL's
 MAX_WORDS = 4096  # of a row: 8,192 columns of 16 bits
 WORD_BYTES = 8
 
