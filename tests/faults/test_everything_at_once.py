@@ -19,6 +19,7 @@ from hiserve.bench.record import about
 from hiserve.bench.soak.soak_run import SoakOutcome, soak
 from hiserve.bench.soak.soak_summary import REFUSALS
 from hiserve.config.options import Options, make_options
+from tests.helpers.forks import forked_programs
 from tests.helpers.small_model import small_model
 
 LONG_S = 2000.0
@@ -26,7 +27,7 @@ SEED = 90
 # A step that is a worker's last one (the first breaks while replies are recorded); a disk that fails and lies; for long also a worker that hangs, or gets no memory.
 BROKEN = "tests.faults.worker fatal=15:45,failing=0.02,lying=0.02"
 BROKEN_LATER = "tests.faults.worker fatal=1000:6000,hang=2000:8000,starved=500:3000,failing=0.02,lying=0.02"
-SHORT_S = (14.0, 60.0, 240.0)  # one after the other until enough has happened: a busy machine needs longer
+SHORT_S = (6.0, 30.0, 240.0)  # one after the other until enough has happened: a busy machine needs longer
 SHORT = SoakOptions(
     recovery_limit=300,
     timeout=600,
@@ -92,7 +93,8 @@ def test_everything_at_once(tmp_path: Path) -> None:
     for seconds in SHORT_S:
         folder = tmp_path / f"{seconds:.0f}"
         folder.mkdir()
-        found = survive(folder, msgspec.structs.replace(SHORT, duration=seconds), BROKEN).figures
+        with forked_programs():  # of 1.3 s of CPU that a worker needs to be back, 1 s would be imports
+            found = survive(folder, msgspec.structs.replace(SHORT, duration=seconds), BROKEN).figures
         assert not found.violations
         kills = sum(fault.fault.startswith("kill") for fault in found.faults)
         num_refused = sum(found.outcomes.get(each, 0) for each in REFUSALS.values())

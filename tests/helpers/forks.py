@@ -15,7 +15,7 @@ import sys
 from collections.abc import Iterator, Mapping, Sequence
 from functools import cache
 from pathlib import Path
-from typing import Any
+from typing import IO, Any
 
 import pytest
 
@@ -124,6 +124,29 @@ async def start_child(*command: str, env: Mapping[str, str] | None, **options: A
     if command[2] not in FORKED or options["pass_fds"]:
         return await EXECUTE(*command, env=env, **options)
     return Child(Fork(command, 1, 2, os.environ if env is None else env, is_leader=options["start_new_session"]))
+
+
+async def start_program(*command: str, stdout: int, stderr: IO[bytes]) -> Any:
+    """Stands for ``asyncio.create_subprocess_exec`` where it runs ``env NAME=VALUE PROGRAM...``: the program is a fork."""
+    _, variable, *program = command
+    assert command[0] == "env" and stdout == asyncio.subprocess.PIPE, command
+    name, _, value = variable.partition("=")
+    read, write = os.pipe()
+    child: Any = Child(Fork(program, write, stderr.fileno(), os.environ | {name: value}))
+    os.close(write)
+    child.stdout = asyncio.StreamReader()
+    protocol = asyncio.StreamReaderProtocol(child.stdout)
+    pipe, _ = await asyncio.get_running_loop().connect_read_pipe(lambda: protocol, os.fdopen(read, "rb"))
+    asyncio.create_task(child.wait()).add_done_callback(lambda _: pipe.close())
+    return child
+
+
+@contextlib.contextmanager
+def forked_programs() -> Iterator[None]:
+    """Servers that a soak of this process starts meanwhile are forks, processes and all."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(asyncio, "create_subprocess_exec", start_program)
+        yield
 
 
 @contextlib.contextmanager

@@ -20,7 +20,7 @@ from hiserve.errors import EngineError
 
 PROGRAM = (sys.executable, "-m", "hiserve.cli")
 STOP_S = 30.0
-DEAD_S = 10.0
+DEAD_S = 15.0  # longer than a child waits for a parent (`ipc/child.py`)
 ROLES = ("api", "scheduler", "worker")
 MAX_SHOWN = 5
 
@@ -68,7 +68,7 @@ class RunningServer:
             await self._process.wait()
         if self._process.returncode:
             left.append(f"the server ended with {self._process.returncode}")
-        return left + await self._orphans() + self._files()
+        return left + await self._orphans() + await self._files()
 
     async def _orphans(self) -> list[str]:
         """Gives its processes a moment to be gone; ends those that are not."""
@@ -80,10 +80,20 @@ class RunningServer:
             os.kill(pid, signal.SIGKILL)
         return [f"process {pid} outlived the server" for pid in alive]
 
-    def _files(self) -> list[str]:
+    async def _files(self) -> list[str]:
+        """Gives a process that was never seen, whose parent was killed while it started, a moment to remove what it has."""
         name = self._config.cache.host_cache_name
         kept = {segment_path(name)} if name is not None else set()
-        left = [*temporary(self._folder).glob("hiserve-*"), *(path for path in self._shared - kept if path.exists())]
+        loop = asyncio.get_running_loop()
+        deadline = loop.time() + DEAD_S
+        while True:
+            left = [
+                *temporary(self._folder).glob("hiserve-*"),
+                *(path for path in self._shared - kept if path.exists()),
+            ]
+            if not left or loop.time() >= deadline:
+                break
+            await asyncio.sleep(0.05)
         return [f"{path} was left behind" for path in left[:MAX_SHOWN]]
 
 
