@@ -6,8 +6,6 @@ import json
 import os
 import re
 import shlex
-import subprocess
-import sys
 import tomllib
 from collections.abc import Iterator
 from typing import Any
@@ -17,6 +15,7 @@ import pytest
 
 from hiserve.config.options import flags
 from tests.e2e.live import Live, serve
+from tests.helpers.forks import run_here
 from tests.helpers.snippets import NEEDS_AGENTS, ROOT, SHOWN, of_agents, snippets
 from tests.helpers.waiting import PATIENCE_S
 
@@ -34,10 +33,7 @@ def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Live]:
 
 def run(program: str, server: Live, **environment: str) -> str:
     """Runs a program of the page; returns what it prints."""
-    done = subprocess.run(
-        [sys.executable, "-c", program.replace(SHOWN, server.url)],
-        capture_output=True, text=True, env=os.environ | environment, timeout=600, check=False,
-    )  # fmt: skip
+    done = run_here(program.replace(SHOWN, server.url), os.environ | environment)
     assert done.returncode == 0, done.stderr
     return done.stdout
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import subprocess
 import sys
@@ -11,6 +12,7 @@ from pathlib import Path
 import pytest
 
 from tests.e2e.live import Live, serve
+from tests.helpers import forks
 from tools.import_path import import_path
 
 ROOT = Path(__file__).parents[1]
@@ -36,17 +38,22 @@ def live(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Live]:
 
 
 def run(name: str, folder: Path, *arguments: str) -> str:
-    """Runs an example in an empty folder; returns what it printed."""
+    """Runs an example in an empty folder; returns what it printed. Of those without a server one is a fork."""
     program = ["bash"] if name.endswith(".sh") else [sys.executable]
-    done = subprocess.run(
-        [*program, str(EXAMPLES / name), *arguments],
-        capture_output=True,
-        text=True,
-        cwd=folder,
-        env=os.environ | {"PYTHONPATH": import_path(ROOT)},
-        timeout=LIMIT_S,
-        check=False,
-    )
+    environment = os.environ | {"PYTHONPATH": import_path(ROOT)}
+    if name == "offline.py":
+        with contextlib.chdir(folder):
+            done = forks.run([*program, "-c", (EXAMPLES / name).read_text()], environment)
+    else:
+        done = subprocess.run(
+            [*program, str(EXAMPLES / name), *arguments],
+            capture_output=True,
+            text=True,
+            cwd=folder,
+            env=environment,
+            timeout=LIMIT_S,
+            check=False,
+        )
     assert done.returncode == 0, done.stdout + done.stderr
     return done.stdout
 

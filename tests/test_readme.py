@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import re
@@ -17,9 +18,9 @@ import httpx
 import pytest
 
 from tests.e2e.live import COMMAND, Live, serve
+from tests.helpers import forks
 from tests.helpers.snippets import ROOT, snippets
 from tools import settings as settings_page
-from tools.import_path import import_path
 
 # Commands that are not executed here, and why.
 NOT_RUN = {
@@ -113,16 +114,8 @@ def test_what_is_not_run_is_still_there() -> None:
 
 @pytest.mark.parametrize("snippet", [each for each in SNIPPETS if each.language == "python"])
 def test_a_program_runs(snippet: Snippet, tmp_path: Path) -> None:
-    environment = os.environ | {"PYTHONPATH": import_path(ROOT)}
-    done = subprocess.run(
-        [sys.executable, "-c", snippet.text],
-        capture_output=True,
-        text=True,
-        cwd=tmp_path,
-        env=environment,
-        timeout=LIMIT_S,
-        check=False,
-    )
+    with contextlib.chdir(tmp_path):
+        done = forks.run([sys.executable, "-c", snippet.text], os.environ)
     assert done.returncode == 0, done.stderr
     assert done.stdout
 
@@ -151,7 +144,7 @@ def test_a_server_with_all_tiers_starts_and_answers(tmp_path: Path) -> None:
     argv = shlex.split(snippet.text)[2:]
     argv = [values.get(before, each) for before, each in zip(["", *argv], argv, strict=False)]
     try:
-        with serve(tmp_path, *argv, is_fork=False) as live:
+        with serve(tmp_path, *argv) as live:
             body = {"prompt": "def add(a, b):\n" * 20, "max_tokens": 1}
             usage = [httpx.post(f"{live.url}/v1/completions", json=body, timeout=60).json()["usage"] for _ in range(2)]
         assert usage[1]["prompt_tokens_details"]["cached_tokens"] > 0
@@ -173,17 +166,10 @@ def test_a_server_that_drafts_starts_and_says_what_was_accepted(tmp_path: Path) 
 
 def test_a_batch_is_answered(tmp_path: Path) -> None:
     (snippet,) = of("is_batch")
-    command = f'hiserve() {{ {shlex.join(COMMAND)} "$@"; }}\n{snippet.text}'
-    environment = os.environ | {"PYTHONPATH": import_path(ROOT)}
-    done = subprocess.run(
-        ["bash", "-c", command],
-        cwd=tmp_path,
-        env=environment,
-        capture_output=True,
-        text=True,
-        timeout=LIMIT_S,
-        check=False,
-    )
+    told = "hiserve() { printf '%s\\n' \"$@\" > arguments; }\n" + snippet.text
+    subprocess.run(["bash", "-c", told], cwd=tmp_path, timeout=LIMIT_S, check=True)
+    with contextlib.chdir(tmp_path):
+        done = forks.run([*COMMAND, *Path("arguments").read_text().splitlines()], os.environ)
     assert done.returncode == 0, done.stderr
     assert done.stderr.endswith("2 replies added to replies.jsonl\n")
     replies = [json.loads(line) for line in (tmp_path / "replies.jsonl").read_text().splitlines()]

@@ -12,6 +12,9 @@ import signal
 import socket
 import subprocess
 import sys
+import traceback
+import types
+import warnings
 from collections.abc import Iterator, Mapping, Sequence
 from functools import cache
 from pathlib import Path
@@ -174,6 +177,44 @@ def run(command: Sequence[str], environment: Mapping[str, str]) -> subprocess.Co
     with output, errors:
         told = errors.read()
         return subprocess.CompletedProcess(command, fork.wait(), output.read(), told)
+
+
+def run_here(program: str, environment: Mapping[str, str]) -> subprocess.CompletedProcess[str]:
+    """Runs a program of Python in a fork of this process, which has imported the clients of others that it imports.
+
+    Args:
+        program: Its source. It prints less than a pipe holds.
+        environment: Its variables.
+    """
+    pipes = [os.pipe() for _ in range(2)]
+    sys.stdout.flush()
+    if not (pid := os.fork()):
+        code = 1
+        try:
+            for number, (_, write) in enumerate(pipes, start=1):
+                os.dup2(write, number)
+            os.closerange(3, os.sysconf("SC_OPEN_MAX"))
+            sys.stdout, sys.stderr = (os.fdopen(number, "w") for number in (1, 2))
+            warnings.resetwarnings()
+            os.environ.clear()
+            os.environ.update(environment)
+            sys.modules["__main__"] = main = types.ModuleType("__main__")
+            exec(compile(program, "<string>", "exec"), main.__dict__)
+            code = 0
+        except Exception:  # noqa: BLE001 - nothing may return to the test that was forked
+            traceback.print_exc()
+        finally:
+            sys.stdout.flush()
+            sys.stderr.flush()
+            os._exit(code)
+    for _, write in pipes:
+        os.close(write)
+    output, errors = (os.fdopen(read) for read, _ in pipes)
+    with output, errors:
+        printed = output.read()
+        told = errors.read()
+    code = os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])
+    return subprocess.CompletedProcess(program, code, printed, told)
 
 
 def start_server() -> None:
