@@ -115,7 +115,6 @@ def take_uploads(world: World, random: Random) -> None:
     model = world.model
     spare = world.spare()
     uploads, stages = world.cache.store.begin_uploads()
-    assert not world.lose_host(spare) or stages, "pages left the host for nothing"
     staged = {op for op, each in model.ops.items() if each.kind == "upload"} - world.uploads.keys()
     for begun in sorted([*uploads, *stages], key=lambda each: each.op):
         assert begun.run is not None
@@ -137,9 +136,19 @@ def take_uploads(world: World, random: Random) -> None:
             read_for_upload(world, begun.op, begun.run)
         else:
             assert not model.storing.keys() & set(places) and not model.loading.keys() & set(places)
-            model.begin_stage(begun.op, end, begun.device_pages.tolist(), begun.host_pages.tolist())
-            world.start(begun)
-            world.ran["stages"] += 1
+            model.ops[begun.op] = OpModel("stage", end, begun.device_pages.tolist(), [])
+    # A stage makes room when it and the uploads before it hold their pages: what they hold does not go, however old it is.
+    held = [model.ops[upload.op].end for upload in uploads if upload.op not in staged]
+    orders = [model.order(end) for end in held if end not in model.device]
+    last = {place: model.order(place) for place in model.host.keys() - model.device.keys()}
+    gone = world.lose_host(spare)
+    assert not gone or stages, "pages left the host for nothing"
+    world.ran["passed over"] += any(last[place] > min(orders, default=last[place]) for place in gone & last.keys())
+    for stage in stages:
+        model.ops[stage.op].host_pages = stage.host_pages.tolist()
+        model.take_host(model.ops[stage.op].host_pages)
+        world.start(stage)
+        world.ran["stages"] += 1
     reserved = sum(len(op.host_pages) for op in model.ops.values() if op.kind in ("upload", "stage"))
     assert reserved <= max(0, world.max_upload)
 

@@ -144,10 +144,10 @@ def publish_row(world: World, row: Row, count: int) -> None:
     first = len(row.table) - len(row.steps)
     content = tuple(row.contents[first : first + len(pages)])
     relocations, epoch = world.cache.tiers.relocation_version, world.cache.tiers.tree_epoch
-    before = set(world.model.device)
+    before, clock = set(world.model.device), world.cache.tiers.clock
     canonical = world.cache.insert(row.lock, b"".join(content), ints(pages), max(row.steps[:count])).tolist()
     places = world.model.places
-    assert canonical == world.model.publish(row.number, content, pages)
+    assert canonical == world.model.publish(row.number, content, pages, is_use=world.cache.tiers.clock > clock)
     if world.max_upload and world.setting.admission is HostAdmission.WRITE_THROUGH:
         world.model.awaited |= world.model.places - places
     row.table[first : first + len(canonical)] = canonical

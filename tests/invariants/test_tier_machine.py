@@ -193,6 +193,11 @@ def test_the_same_decisions_get_the_same_answers(setting: Setting, tmp_path: Pat
     assert first == second and len(first) > 20
 
 
+def test_what_an_upload_holds_stays_though_a_stage_of_the_same_call_makes_room(tmp_path: Path) -> None:
+    ran = walks(range(1092, 1093), tmp_path, 300)
+    assert ran["passed over"], "nothing that an upload holds was older than what left the host; take another seed"
+
+
 @pytest.mark.long
 def test_two_tiers_agree_with_the_model_for_long(tmp_path: Path) -> None:
     walks(range(1000, 3000), tmp_path, 300)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterator
+from itertools import pairwise
 
 import xxhash
 
@@ -74,6 +75,11 @@ def inv_02_the_tree_holds_what_the_model_holds(cache: PrefixCache, model: TierMo
 
 def inv_09_priorities_are_those_of_the_model(cache: PrefixCache, model: TierModel) -> None:
     assert {place: node.priority for place, node, _ in pages_in_tree(cache)} == model.priority
+
+
+def inv_09_uses_have_the_order_of_the_model(cache: PrefixCache, model: TierModel) -> None:
+    uses = sorted((model.used[place], node.last_used) for place, node, _ in pages_in_tree(cache))
+    assert all(one[1] <= other[1] for one, other in pairwise(uses))
 
 
 def inv_42_retained_pages_are_those_of_the_model(cache: PrefixCache, model: TierModel) -> None:

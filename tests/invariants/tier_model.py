@@ -213,9 +213,13 @@ class TierModel:
         """Returns the idle places with nothing below them on the host: those it may forget next."""
         return {place for place in self.host if self.is_idle(place)} - {above(place) for place in self.host}
 
-    def publish(self, number: int, new: Prefix, pages: list[int]) -> list[int]:
-        """Caches the pages after a receipt; returns those to use, which may be fewer. Frees the copies."""
+    def publish(self, number: int, new: Prefix, pages: list[int], *, is_use: bool) -> list[int]:
+        """Caches the pages after a receipt; returns those to use, which may be fewer. Frees the copies.
+
+        Whether this ``is_use`` of the whole path depends on where its nodes end; new pages are as old as those before.
+        """
         tenant, prefix = self.held[number]
+        used = self.used.get(self.held[number])
         canonical = []
         for content, page in zip(new, pages, strict=True):
             place = (tenant, (*prefix, content))
@@ -233,7 +237,11 @@ class TierModel:
                 self.free.add(page)
             canonical.append(known)
         self.held[number] = (tenant, prefix)
-        self.use(self.held[number])
+        if is_use:
+            self.use(self.held[number])
+        else:
+            assert used or not canonical, "the first page of a path begins a node"
+            self.used.update({place: used for place in parts(self.held[number]) if place not in self.used})
         self.rank(self.held[number], self.priorities[number])
         return canonical
 
@@ -363,10 +371,6 @@ class TierModel:
         self.given_up.discard(place)
         self.num_awaited_lost += place in self.awaited
         self.awaited.discard(place)
-
-    def begin_stage(self, op: int, end: Place, pages: list[int], host_pages: list[int]) -> None:
-        self.take_host(host_pages)
-        self.ops[op] = OpModel("stage", end, pages, host_pages)
 
     def _free_device(self, page: int) -> None:
         readers = (op for op in self.ops.values() if op.kind in ("store", "stage") and page in op.pages)

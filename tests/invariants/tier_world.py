@@ -126,6 +126,7 @@ class World:
         check_structure(cache)
         tier_checks.inv_02_the_tree_holds_what_the_model_holds(cache, model)
         tier_checks.inv_09_priorities_are_those_of_the_model(cache, model)
+        tier_checks.inv_09_uses_have_the_order_of_the_model(cache, model)
         tier_checks.inv_42_retained_pages_are_those_of_the_model(cache, model)
         receipts = {number: row.lock for number, row in self.rows.items()}
         tier_checks.inv_11_locks_are_what_receipts_and_copies_hold(cache, model, receipts)
