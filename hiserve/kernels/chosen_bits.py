@@ -13,7 +13,7 @@ WORD_KEYS = 64
 """Keys of a word; the first is its lowest bit."""
 
 BLOCK_KEYS = 128
-"""Keys that a kernel may read at once: keys of a row, and the keys of its bits, are padded to a multiple."""
+"""Keys of a row, and those that its bits stand for, are padded to a multiple: kernels read blocks."""
 
 MAX_SPAN = 4
 """Most keys that the bits of a token stand for, in tokens that it may choose: so many scores one program keeps in registers."""

@@ -136,7 +136,7 @@ def _score(  # type: ignore[no-untyped-def]
     q, weights, positions, token_rows, table, pool, scores, table_stride, slot_stride, num_rows, scale, most, num_tokens,
     SHAPE: tl.constexpr, IS_EARLY: tl.constexpr
 ):  # fmt: skip
-    """Each program computes the scores of a token's rows in one part of them, or of two tokens': whole tiles, of what they see.
+    """Each program computes the scores of a token, or of two, in one part of what they see: whole tiles.
 
     Where they see no more than ``most``, all are chosen and need no score. Two tokens of one row share its keys.
     """
