@@ -50,6 +50,10 @@ with chosen_kernel._attend, test_chosen_kernel.test_the_kernel_computes_what_its
     "kernel: of a block the choice of the one before is taken"
     tl.minimum(block + 1, num_blocks - 1)
     block
+with index_topk._score, test_index_topk.test_exactly_the_best_rows_and_of_equal_ones_the_first:
+    "kernel: two tokens of different rows share the keys of the first"
+    tl.where(tl.load(token_rows + last) == row, last, token)
+    last
 with index_topk._choose, test_index_topk.test_exactly_the_best_rows_and_of_equal_ones_the_first:
     "kernel: bits name all rows that are better or equal"
     tl.reshape(is_chosen.to(tl.int64), [CHUNK // _WORD, _WORD])
