@@ -29,6 +29,7 @@ from tests.helpers.cache_paths import (
     host_hits,
     pairwise,
     preemption,
+    resumed_replies,
     store_hits,
     storm,
 )
@@ -39,14 +40,22 @@ from tests.helpers.widening import some
 
 SEED, VOCAB, ACCEPTANCE = 67, 4096, 0.6  # the vocabulary of hiserve-nano's tokenizer
 FAMILIES = ("deepseek_v4", "qwen3_5_text")
-PATHS: tuple[Callable[..., None], ...] = (preemption, host_hits, store_hits, storm, failed_loads, garbled_pages)
+PATHS: tuple[Callable[..., None], ...] = (
+    preemption,
+    host_hits,
+    resumed_replies,
+    store_hits,
+    storm,
+    failed_loads,
+    garbled_pages,
+)
 ALL: list[Case] = [
     case
     for case in product(FAMILIES, PATHS, ("off", "ngram", "mtp"), ("greedy", "drawn"), (16, 32), (0, 1), ("off", "all"))
     if case[1] is not storm or case[4] == 16  # the beginnings that prompts share are shorter than longer pages
 ]
 USUAL: list[Case] = [
-    ("deepseek_v4", host_hits, "mtp", "greedy", 16, 0, "off"),
+    ("deepseek_v4", resumed_replies, "mtp", "greedy", 16, 0, "off"),
     ("qwen3_5_text", storm, "mtp", "drawn", 16, 1, "off"),
 ]
 

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import gc
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import count
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import numpy as np
 
 from hiserve import LLM, SamplingParams
@@ -60,6 +61,17 @@ class Work:
     def num_full(self, page_size: int) -> list[int]:
         """Tokens of each prompt that can come from a cache."""
         return [(len(prompt) - 1) // page_size * page_size for prompt in self.prompts]
+
+    def from_first_page(self, page_size: int) -> Work:
+        """Returns the rest of each reply after the first page that ends amid it, and one token more."""
+        prompts, sampling, rest_of = [], [], []
+        for prompt, how, said in zip(self.prompts, self.sampling, self.expected, strict=True):
+            num_said = page_size - len(prompt) % page_size + 1
+            if left := said.token_ids[num_said:]:
+                prompts.append([*prompt, *said.token_ids[:num_said]])
+                sampling.append(msgspec.structs.replace(how, max_tokens=len(left)))
+                rest_of.append(replace(said, token_ids=left))
+        return Work(prompts, sampling, rest_of, self.max_error)
 
 
 def answer(prompts: list[list[int]], sampling: list[SamplingParams], **settings: Any) -> Work:
@@ -132,6 +144,19 @@ def host_hits(work: Work, folder: Path, page_size: int = PAGE, **settings: Any) 
         assert sum(use.host for use in again) > 0
         assert [use.num_tokens for use in again] == work.num_full(page_size)
         assert counts_of(llm).loads.num_fulfilled * page_size >= sum(work.num_full(page_size)) // 2
+        check_whole(llm)
+
+
+def resumed_replies(work: Work, folder: Path, page_size: int = PAGE, **settings: Any) -> None:
+    """Each prompt comes again with its reply as far as the first page that ends amid it, and the rest follows from there."""
+    rest_of = work.from_first_page(page_size)
+    assert len(rest_of.prompts) > 1
+    with LLM(**SETTINGS | DRAFTS | pool(page_size) | HOST | settings) as llm:
+        ask(llm, work)
+        leave_device(llm)
+        again = ask(llm, rest_of)
+        assert sum(use.host for use in again) > 0
+        assert [use.num_tokens for use in again] == rest_of.num_full(page_size)
         check_whole(llm)
 
 
