@@ -141,7 +141,7 @@ def take_uploads(world: World, random: Random) -> None:
     held = [model.ops[upload.op].end for upload in uploads if upload.op not in staged]
     orders = [model.order(end) for end in held if end not in model.device]
     last = {place: model.order(place) for place in model.host.keys() - model.device.keys()}
-    gone = world.lose_host(spare)
+    gone = world.lose_host(spare - model.locked())  # what a stage holds is spare no more
     assert not gone or stages, "pages left the host for nothing"
     world.ran["passed over"] += any(last[place] > min(orders, default=last[place]) for place in gone & last.keys())
     for stage in stages:
@@ -308,7 +308,9 @@ def restart(world: World, random: Random) -> None:
     until_s = {place: node.retained_until_s for place, node, _ in tier_checks.pages_in_tree(world.cache)}
     world.model.until = {place: each for place, each in until_s.items() if each}
     if is_recorded:
-        known = kept & old.host.keys()  # others were given up while an upload read them
+        # Other pages were given up while an upload read them, though the host may have had them again since.
+        adopted = zip(places, (page for run in runs for page in run.pages.tolist()), strict=True)
+        known = {place for place, page in adopted if place and old.host.get(place) == page}
         assert {place: each for place, each in world.model.until.items() if place in known} == {
             place: each for place, each in old.until.items() if place in known
         }
