@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from hiserve.cache.storage.cache_identity import identify
-from hiserve.cache.storage.host_segment import probe_segments
+from hiserve.cache.storage.host_segment import probe_segments, remarks_on_parts
 from hiserve.config.options import Options
 from hiserve.config.settings import Settings
 from hiserve.core.machine import Machine, probe
@@ -45,10 +45,10 @@ class Launch:
         return identify(self.resolved.settings, self.folder, self.model)
 
     def log(self) -> None:
-        """Logs what was decided, and warns of tiers of the cache that cannot help."""
+        """Logs what was decided, and warns of tiers of the cache that cannot help, and of what others of this name left."""
         for line in self.resolved.decisions:
             logger.info("%s", line)
-        for line in self.resolved.remarks:
+        for line in (*self.resolved.remarks, *remarks_on_parts(self.resolved.settings)):
             logger.warning("%s", line)
 
 

@@ -6,6 +6,7 @@ from pathlib import Path
 
 import msgspec
 
+from hiserve.cache.storage.inventory import parts_of_groups
 from hiserve.cache.storage.segment import SHARED_MEMORY, Segment, SegmentLayout, segment_path, stored_layout
 from hiserve.config.options import Options
 from hiserve.config.settings import Settings
@@ -35,6 +36,23 @@ def probe_segments(options: Options, machine: Machine, directory: Path = SHARED_
         shm_bytes=machine.shm_bytes + taken,
         kept_bytes=kept,
     )
+
+
+def remarks_on_parts(options: Options, directory: Path = SHARED_MEMORY) -> list[str]:
+    """Returns a line if groups of other sizes have left parts under ``--host-cache-name`` that no process has open.
+
+    They are not removed: the next group of their size may adopt what is in them.
+    """
+    own = _names(options)
+    parts = [each for name in own for each in parts_of_groups(name, directory)]
+    left = {each.name: each.num_bytes for each in parts if each.name not in own and not each.is_used}
+    if not left:
+        return []
+    sizes = ", ".join(f"{name} ({num_bytes / GIB:.3g} GiB)" for name, num_bytes in left.items())
+    return [
+        f"{directory} holds host caches of groups of another size (--tp): {sizes}. They are kept for such a group; "
+        f"to free their memory: hiserve cache delete {' '.join(left)}"
+    ]
 
 
 def layout_of(settings: Settings) -> SegmentLayout | None:

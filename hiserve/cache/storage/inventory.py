@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import fcntl
 import os
+import re
 from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
@@ -65,22 +66,34 @@ def store_in(directory: Path) -> Leftover:
     return Leftover(f"file:{directory}", directory, stats.num_bytes, stats.num_pages, used_s=used_s, is_used=is_used)
 
 
+def parts_of_groups(name: str, directory: Path = SHARED_MEMORY) -> list[Leftover]:
+    """Returns what the ranks above 0 of groups of any size (``--tp``) left beside the host cache of a name, which is rank 0's."""
+    of_rank = re.compile(rf"{re.escape(name)}-\d+-of-\d+")
+    return [each for each in named_caches(directory) if of_rank.fullmatch(each.name)]
+
+
 def delete_named_cache(name: str, directory: Path = SHARED_MEMORY) -> int:
-    """Removes a named host cache and its secret; returns the freed bytes.
+    """Removes a named host cache, those of the other ranks of its groups, and its secret; returns the freed bytes.
 
     Raises:
-        ConfigError: There is none of this name, or the file is not hiserve's; it is not changed.
-        ResourceError: A server uses it.
+        ConfigError: There is none of this name, or a file is not hiserve's; nothing is changed.
+        ResourceError: A server uses one of them; nothing is changed.
     """
     path = segment_path(name, directory)
-    if stored_layout(name, directory) is None and not path.exists():
+    paths = [path] * path.exists() + [each.path for each in parts_of_groups(name, directory)]
+    if not paths:
         raise ConfigError(f"there is no host cache named {name!r} in {directory}. See hiserve cache list.")
+    num_bytes = 0
     with ExitStack() as undo:
-        fd = os.open(path, os.O_RDWR | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC)
-        undo.callback(os.close, fd)
-        _lock(fd, f"the host cache {name!r}")
-        num_bytes = os.fstat(fd).st_blocks * 512
-        path.unlink()
+        for each in paths:
+            part = each.name.removeprefix(_PREFIX)
+            stored_layout(part, directory)
+            fd = os.open(each, os.O_RDWR | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC)
+            undo.callback(os.close, fd)
+            _lock(fd, f"the host cache {part!r}")
+            num_bytes += os.fstat(fd).st_blocks * 512
+        for each in paths:
+            each.unlink()
         path.with_name(f".{path.name}.secret").unlink(missing_ok=True)
     return num_bytes
 

@@ -67,6 +67,22 @@ def test_a_host_cache_is_deleted_with_its_secret(directory: Path) -> None:
     assert sorted(path.name for path in directory.iterdir()) == ["hiserve-odd", "others"]
 
 
+def test_the_ranks_of_a_group_are_deleted_together_or_not_at_all(directory: Path) -> None:
+    before = sorted(path.name for path in directory.iterdir())
+    for name in ("mine-1-of-2", "mine-2-of-4", "mine-1"):  # the last one is of no rank
+        Segment.named(name, make_layout(), directory).close()
+    used = Segment.named("mine-2-of-4", make_layout(), directory)
+    with pytest.raises(ResourceError, match="a server uses the host cache 'mine-2-of-4'"):
+        run(directory, "delete", "mine")
+    assert len(list(directory.iterdir())) == len(before) + 3
+    used.close()
+    run(directory, "delete", "mine")
+    assert sorted(path.name for path in directory.iterdir()) == ["hiserve-mine-1", "hiserve-odd", "others"]
+    Segment.named("mine-1-of-2", make_layout(), directory).close()
+    run(directory, "delete", "mine")  # of which others are left
+    assert not (directory / "hiserve-mine-1-of-2").exists()
+
+
 def test_a_store_is_deleted_but_not_what_others_put_there(store: Path, directory: Path) -> None:
     notes = store / "notes.txt"
     (store / f"{MARKER}.secret").write_bytes(bytes(32))

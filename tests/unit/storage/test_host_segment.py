@@ -10,13 +10,14 @@ import pytest
 from msgspec.structs import replace
 
 from hiserve.cache.storage.cache_identity import server_secret
-from hiserve.cache.storage.host_segment import layout_of, probe_segments
+from hiserve.cache.storage.host_segment import layout_of, probe_segments, remarks_on_parts
 from hiserve.cache.storage.host_segment import open_segment as open_identified
 from hiserve.cache.storage.segment import SHARED_MEMORY, PageLayout, Segment
 from hiserve.config.options import Options, make_options
 from hiserve.core.machine import GIB, Machine
 from hiserve.errors import ConfigError, ResourceError
 from hiserve.models.builtin_shapes import read_model
+from tests.helpers.host import make_layout
 from tests.helpers.settings import identified, namespace_of
 
 MIB = 2**20
@@ -126,3 +127,15 @@ def test_a_name_has_one_owner(tmp_path: Path) -> None:
     with pytest.raises(ResourceError, match="another server uses"):
         open_segment(config(host_cache_name="n"), 0, tmp_path)
     segment.close()
+
+
+def test_parts_of_groups_of_another_size_are_told_with_their_sizes(tmp_path: Path) -> None:
+    assert remarks_on_parts(config(), tmp_path) == remarks_on_parts(config(host_cache_name="n"), tmp_path) == []
+    for name in ("n", "n-1-of-2", "n-1-of-3", "n-2-of-3", "n-1", "other-1-of-2"):
+        Segment.named(name, make_layout(), tmp_path).close()
+    (line,) = remarks_on_parts(config(host_cache_name="n", tp=2), tmp_path)
+    assert "n-1-of-3 (" in line and "GiB)" in line and line.endswith("hiserve cache delete n-1-of-3 n-2-of-3")
+    used = Segment.named("n-2-of-3", make_layout(), tmp_path)
+    (line,) = remarks_on_parts(config(host_cache_name="n"), tmp_path)
+    assert line.endswith("hiserve cache delete n-1-of-2 n-1-of-3")
+    used.close()
