@@ -14,11 +14,13 @@ from hiserve.core.request import SamplingParams
 from tests.helpers.models import Engine, load_transformers
 from tests.helpers.oracle import MODELS, NUM_NEW, SAMPLED, Subject, make_subject
 from tests.helpers.plans import GREEDY, HandPlanner
-from tests.helpers.widening import in_turn
+from tests.helpers.widening import in_turn, some
 
 MIN_DISTINCT = 20
 MAX_LOGIT_DIFFERENCE = 1e-4
 NUM_PAGES = 160
+# The embedded model is larger, and has no layer that both others lack.
+SMALL = pytest.mark.parametrize("subject", some(MODELS, "llama", "qwen3"), indirect=True)
 
 
 @pytest.fixture(scope="module", params=MODELS)
@@ -95,6 +97,7 @@ def test_float64_greedy_tokens_are_equal_in_ragged_batches_of_any_chunk(
     assert generate(engine, planner, subject, chunk, depth=0) == subject.greedy
 
 
+@SMALL
 @pytest.mark.parametrize("depth", [1, 2])
 def test_float64_greedy_tokens_are_equal_when_steps_are_submitted_ahead(subject: Subject, depth: int) -> None:
     engine = Engine(subject.folder, dtype="float64", num_pages=NUM_PAGES, threaded=True)
@@ -102,6 +105,7 @@ def test_float64_greedy_tokens_are_equal_when_steps_are_submitted_ahead(subject:
     engine.executor.close()
 
 
+@SMALL
 @pytest.mark.parametrize(("chunk", "depth"), [(1, 0), (7, 1), (64, 2)])
 def test_float64_sampled_tokens_are_those_drawn_from_transformers_logits(
     subject: Subject, chunk: int, depth: int
@@ -112,6 +116,7 @@ def test_float64_sampled_tokens_are_those_drawn_from_transformers_logits(
     engine.executor.close()
 
 
+@SMALL
 @pytest.mark.parametrize("attention", ["cpu", "reference"])
 def test_float64_tokens_are_equal_over_a_prefix_that_another_request_computed(subject: Subject, attention: str) -> None:
     """Row 4 ends; row 5 asks the same over its whole pages, while row 3 runs on."""
@@ -136,6 +141,7 @@ def test_float64_tokens_are_equal_over_a_prefix_that_another_request_computed(su
     assert out[5][:NUM_NEW] == subject.greedy[4]
 
 
+@SMALL
 @pytest.mark.parametrize("sampling", [GREEDY, SAMPLED], ids=["greedy", "sampled"])
 def test_float64_tokens_are_equal_after_a_row_was_preempted(subject: Subject, sampling: SamplingParams) -> None:
     """Half-way, row 2 loses its row and its pages; it comes back elsewhere with what it had generated."""
