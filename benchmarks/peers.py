@@ -240,11 +240,11 @@ def main() -> int:
     given = arguments()
     result = Record.of(given, "python -m benchmarks.peers OUT.json COMMIT ...", "benchmarks/peers.py")
     result |= {"flags": given.flags, "servers": {}, "ratios": {}}
-    planned = setups(TINY if given.tiny else FULL, given.sessions)
+    planned = planned_of(given)
     for name in given.start or given.url:
         print(f"{name:<48} {'output/s':>10} {'input/s':>10} {'ttft ms':>10} {'tpot ms':>10}", flush=True)
         found = result["servers"][name] = {}
-        for setup in planned[:1] if given.url else planned:
+        for setup in planned:
             wanted = {title: each for title, each in setup.workloads.items() if not given.only or title in given.only}
             if not wanted:
                 continue
@@ -264,6 +264,12 @@ def main() -> int:
         least={f"{title}, of {other}": bars[title] for title, other in pairs},
     )
     return 0
+
+
+def planned_of(given: argparse.Namespace) -> list[Setup]:
+    """Returns what is measured where servers are started, or the first of it where they run."""
+    planned = setups(TINY if given.tiny else FULL, given.sessions)
+    return planned[:1] if given.url else planned
 
 
 def show(title: str, median: dict[str, float]) -> None:
@@ -288,6 +294,11 @@ def arguments() -> argparse.Namespace:
     given.flags = words[end + 1 :]
     if given.flags and len(given.start or ()) != 1:
         parser.error(f"flags {' '.join(given.flags)} are for one server that is started: --start NAME")
+    titles = [title for setup in planned_of(given) for title in setup.workloads]
+    if unknown := [title for title in given.only or () if title not in titles]:
+        parser.error(
+            "\n  ".join([f"no workload is named {unknown[0]!r} (agents want --sessions FILE); here are:", *titles])
+        )
     if given.vocab_size is None and given.tiny:
         given.vocab_size = 2048
     return given

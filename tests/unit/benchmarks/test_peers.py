@@ -137,3 +137,23 @@ def test_ratios_are_of_the_first_server_to_each_other_in_workloads_that_both_ran
         for name, found in figures.items()
     }
     assert peers.ratios(servers) == {"a": {"theirs": 1.5, "third": 0.5}, "b": {"third": 0.5}}
+
+
+def test_a_workload_that_is_not_there_ends_in_the_names_of_those_that_are(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    small = next(title for title in peers.setups(TINY)[-1].workloads)
+    command = ["peers", "out.json", "abc", "--tiny", "--only", small]
+    monkeypatch.setattr(sys, "argv", [*command, "--start", "hiserve"])
+    assert peers.arguments().only == [small]
+    for others in (
+        ["--start", "hiserve", "--only", small, "1 x 2 -> 3"],
+        ["--url", "http://one"],
+    ):  # there, few are sent
+        monkeypatch.setattr(sys, "argv", [*command, *others])
+        with pytest.raises(SystemExit) as ended:
+            peers.arguments()
+        assert ended.value.code == 2
+        told = capsys.readouterr().err
+        assert "no workload is named '1 x 2 -> 3'" in told or f"no workload is named {small!r}" in told
+        assert all(f"  {title}\n" in told for title in peers.setups(TINY)[0].workloads)
