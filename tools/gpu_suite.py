@@ -1,6 +1,7 @@
 """Runs the GPU suite and writes its log: ``python -m tools.gpu_suite [--commit COMMIT] [--output FILE] [-- PYTEST ARGUMENTS]``.
 
-The log says date, commit, hardware, versions, command, counts, and the outcome and seconds of each test.
+The log says date, commit, hardware, versions, command, counts, and the outcome and seconds of each test. A run that ended before all
+tests had run, as by a limit of time, says so (``ended_early``); in logs without that field it counted as one failed test.
 """
 
 from __future__ import annotations
@@ -26,15 +27,21 @@ def log_of(run: Run, commit: str | None) -> dict[str, Any]:
     """Returns the log of a run."""
     command = shlex.join(["python", *run.command[1:]])
     return about(command, at_commit=commit, num_gpus=torch.cuda.device_count()) | {
-        "verdict": verdict(run.counts),
+        "verdict": verdict_of(run),
         "exit_code": run.exit_code,
-        "counts": {name: run.counts[name] for name in ("passed", "failed", "skipped")},
+        "ended_early": run.has_ended_early,
+        "counts": {name: run.outcome_counts[name] for name in ("passed", "failed", "skipped")},
         "tests": [asdict(each) for each in run.outcomes],
     }
 
 
+def verdict_of(run: Run) -> str:
+    """Returns the closing line; a run that ended early says so, with pytest's exit code."""
+    return verdict(run.outcome_counts) + (f", ended early (exit code {run.exit_code})" if run.has_ended_early else "")
+
+
 def main() -> int:
-    """Runs the suite; returns 0 if nothing failed and something passed. The log is written in either case."""
+    """Runs the suite; returns 0 if all of it ran, nothing failed and something passed. The log is written in either case."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--commit", help="that is tested; needed where there is no checkout to ask")
     parser.add_argument("--output", type=Path, default=LOG, help=f"default: {LOG.relative_to(ROOT)}")
@@ -48,10 +55,8 @@ def main() -> int:
     for each in run.outcomes:
         if each.outcome == "failed":
             print(f"failed: {each.name}")
-    if run.exit_code not in (0, 1):
-        print(f"pytest ended early, with {run.exit_code}: a run in which no test failed counts as one that failed")
-    print(verdict(run.counts))
-    return int(bool(run.counts["failed"]) or not run.counts["passed"])
+    print(verdict_of(run))
+    return int(run.has_ended_early or bool(run.counts["failed"]) or not run.counts["passed"])
 
 
 if __name__ == "__main__":

@@ -13,7 +13,7 @@ from pathlib import Path
 from xml.etree import ElementTree
 
 ROOT = Path(__file__).parents[1]
-NO_TESTS = 5  # exit code of pytest when none was selected
+SOME_FAILED, NO_TESTS = 1, 5  # exit codes of pytest: all tests ran; none was selected
 KINDS = {"failure": "failed", "error": "failed", "skipped": "skipped"}
 
 
@@ -35,10 +35,21 @@ class Run:
     exit_code: int  # pytest's
 
     @property
+    def outcome_counts(self) -> Counter[str]:
+        """Tests by outcome."""
+        return Counter(each.outcome for each in self.outcomes)
+
+    @property
+    def has_ended_early(self) -> bool:
+        """Whether some tests may not have run: pytest was ended, or could not go on."""
+        has_failed = bool(self.outcome_counts["failed"])
+        return self.exit_code not in (0, NO_TESTS) and not (self.exit_code == SOME_FAILED and has_failed)
+
+    @property
     def counts(self) -> Counter[str]:
-        """Tests by outcome. A run that ended before it could report counts as one failed test."""
-        found = Counter(each.outcome for each in self.outcomes)
-        if self.exit_code not in (0, NO_TESTS) and not found["failed"]:
+        """Tests by outcome. A run that ended early counts as one failed test, if no other failed."""
+        found = self.outcome_counts
+        if self.has_ended_early and not found["failed"]:
             found["failed"] = 1
         return found
 

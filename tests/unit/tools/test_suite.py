@@ -197,21 +197,50 @@ def test_the_matrix_has_all_that_pyproject_allows() -> None:
 def test_the_log_of_a_gpu_run_says_what_ran_where_and_what_became_of_each_test(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    log, runs = tmp_path / "log.json", [a_run(1, passed=2, failed=1, skipped=3), a_run(2, passed=2)]
+    log, runs = tmp_path / "log.json", [a_run(1, passed=2, failed=1, skipped=3)]
     monkeypatch.setattr(gpu_suite, "run_pytest", lambda arguments: runs.pop(0))
     monkeypatch.setattr("sys.argv", ["gpu_suite", "--commit", "abc1234", "--output", str(log)])
     assert gpu_suite.main() == 1
     said = json.loads(log.read_text())
-    keys = {"date", "tool", "hardware", "versions", "commit", "command", "verdict", "exit_code", "counts", "tests"}
-    assert set(said) == keys
+    keys = {
+        "date",
+        "tool",
+        "hardware",
+        "versions",
+        "commit",
+        "command",
+        "verdict",
+        "exit_code",
+        "ended_early",
+        "counts",
+    }
+    assert set(said) == keys | {"tests"} and not said["ended_early"]
     assert (said["commit"], said["counts"]) == ("abc1234", {"passed": 2, "failed": 1, "skipped": 3})
     assert said["tests"][0] == {"name": "passed 0", "outcome": "passed", "seconds": 0.0} and len(said["tests"]) == 6
     assert said["versions"]["torch"] and said["hardware"]
     _, failed, verdict = capsys.readouterr().out.splitlines()
     assert failed == "failed: failed 0" and verdict == said["verdict"] == "2 passed, 1 failed, 3 skipped"
-    assert gpu_suite.main() == 1  # one that was ended names no test, and says why it counts as one that failed
-    _, ended, verdict = capsys.readouterr().out.splitlines()
-    assert ended.startswith("pytest ended early, with 2") and verdict == "2 passed, 1 failed"
+
+
+@pytest.mark.parametrize(
+    ("run", "verdict"),
+    [
+        (a_run(2, passed=2), "2 passed, 0 failed, ended early (exit code 2)"),
+        (a_run(2, passed=2, failed=1), "2 passed, 1 failed, ended early (exit code 2)"),
+        (a_run(1), "0 passed, 0 failed, ended early (exit code 1)"),
+        (a_run(-9, passed=1), "1 passed, 0 failed, ended early (exit code -9)"),
+    ],
+)
+def test_a_gpu_run_that_was_ended_has_failed_and_counts_no_test_that_did_not_run(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], run: Run, verdict: str
+) -> None:
+    log = tmp_path / "log.json"
+    monkeypatch.setattr(gpu_suite, "run_pytest", lambda arguments: run)
+    monkeypatch.setattr("sys.argv", ["gpu_suite", "--commit", "abc1234", "--output", str(log)])
+    assert gpu_suite.main() == 1
+    said = json.loads(log.read_text())
+    assert said["verdict"] == capsys.readouterr().out.splitlines()[-1] == verdict
+    assert said["ended_early"] and said["counts"] == {"skipped": 0, "passed": 0, "failed": 0} | run.outcome_counts
 
 
 # --- make ---------------------------------------------------------------------------------------
