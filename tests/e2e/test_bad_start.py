@@ -217,13 +217,12 @@ def test_a_chat_with_a_folder_that_is_missing(tmp_path: Path) -> None:
 def test_the_offline_api_raises_what_the_worker_found(tmp_path: Path, model: Path) -> None:
     (model / WEIGHTS).write_bytes(b"short")
     program = (
-        "import sys\nfrom hiserve import LLM\nfrom hiserve.errors import ModelError\n"
+        "import sys, warnings\nfrom hiserve import LLM\nfrom hiserve.errors import ModelError\n"
+        "warnings.simplefilter('error')\n"
         "for in_process in (True, False):\n"
         "    try:\n        LLM(sys.argv[1], in_process=in_process)\n"
         "    except ModelError as error:\n        print(error.message)\n"
     )
-    done = subprocess.run(
-        [sys.executable, "-W", "error", "-c", program, str(model)], capture_output=True, text=True, check=False
-    )
+    done = forks.run([sys.executable, "-c", program, str(model)], os.environ)
     assert done.stderr == ""
     assert [WEIGHTS in line for line in done.stdout.splitlines()] == [True, True]

@@ -28,6 +28,7 @@ from hiserve.errors import (
 from hiserve.ipc.updates import TokenDelta
 from hiserve.llm.offline_backends import InProcess
 from hiserve.llm.outputs import ChoiceBuilder
+from tests.helpers import forks
 from tests.helpers.forks import forked_engines
 from tests.helpers.processes import children, wait_dead
 from tests.helpers.small_model import small_model
@@ -532,15 +533,19 @@ def test_a_program_that_never_closes_leaves_no_process(tmp_path: Path, end: str)
         "print(*first, *(pid for child in first for pid in children(child)), flush=True)\n" + end
     )
     environment = os.environ | {"TMPDIR": str(tmp_path)}
-    done = subprocess.run(
-        [sys.executable, "-c", program],
-        capture_output=True,
-        text=True,
-        check=False,
-        timeout=PATIENCE_S,
-        env=environment,
-        cwd=Path(__file__).parents[2],
-    )
+    command = [sys.executable, "-c", program]
+    if end:  # nothing of Python's own end is left: its processes may be forks
+        done = forks.run(command, environment)
+    else:
+        done = subprocess.run(
+            command,
+            capture_output=True,
+            text=True,
+            check=False,
+            timeout=PATIENCE_S,
+            env=environment,
+            cwd=Path(__file__).parents[2],
+        )
     assert done.returncode == (-9 if end else 0), done.stderr
     pids = [int(pid) for pid in done.stdout.split()]
     assert len(pids) == 2
