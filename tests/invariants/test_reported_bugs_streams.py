@@ -25,6 +25,7 @@ from hiserve import LLM, SamplingParams
 from hiserve.core.plan import BatchPlan
 from hiserve.core.transfers import CopyKind, PageCopy
 from hiserve.ipc.messages import Admit
+from tests.helpers.small_model import small_model
 from tests.helpers.transfers import hold_copies
 
 PAGE = 16
@@ -95,7 +96,9 @@ class Watch:
 @pytest.fixture(scope="module")
 def llm() -> Iterator[LLM]:
     with LLM(
+        model=small_model(),
         in_process=True,
+        spec="off",
         dtype="float64",
         overlap=1,
         page_size=PAGE,
