@@ -15,11 +15,12 @@ CASES = [(order, ratio, Scale()) for order in ("in turn", "zipf") for ratio in R
 LARGE_STEPS = [("in turn", 0.5, Scale(step=64))]
 
 
-@pytest.mark.parametrize(
-    ("order", "ratio", "scale"), some([*CASES, *LARGE_STEPS], CASES[0], CASES[3], CASES[6], CASES[9], *LARGE_STEPS)
-)
+@pytest.mark.parametrize(("order", "ratio", "scale"), some([*CASES, *LARGE_STEPS], CASES[0], CASES[9], *LARGE_STEPS))
 def test_the_tiers_add_up(order: str, ratio: float, scale: Scale) -> None:
-    """64 conversations; without write-backs, a host no larger than the device finds nothing."""
+    """64 conversations; without write-backs, a host no larger than the device finds nothing.
+
+    The usual cases are the smallest host and the largest, in either order, and one between them with large steps.
+    """
     print(f"seed {SEED}")
     found = simulate(scale, ratio, scale.requests(order, SEED))
     print(f"{found.tokens} tokens found, {found.tokens / found.wanted:.3f} of {found.wanted}; missing {found.missing}")
