@@ -50,6 +50,5 @@ def load_decoder(
     parameters = load_parameters(folder, config, getattr(torch, dtype), torch.device(device), load_format, shard)
     max_len = config.context_length if max_len is None else max_len
     ops = ops_for(torch.device(device), is_exact=is_exact)
-    if config.compressed is not None:
-        return StreamDecoder(config, parameters, max_len, aux_layers, ops)
-    return Decoder(local_config(config, shard), parameters, max_len, aux_layers, ops, exchange)
+    kind = Decoder if config.compressed is None else StreamDecoder
+    return kind(local_config(config, shard), parameters, max_len, aux_layers, ops, exchange)

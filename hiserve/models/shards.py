@@ -13,6 +13,7 @@ import msgspec
 
 from hiserve.distributed.shard import Shard
 from hiserve.errors import ConfigError
+from hiserve.models.experts_config import packed_specs
 from hiserve.models.model_config import ModelConfig
 from hiserve.models.names import Cut, Form, TensorSource
 
@@ -20,8 +21,9 @@ Table = dict[str, tuple[TensorSource, ...]]
 
 _HEADS, _INNER, _INNER_OF_EXPERTS, _INNER_OF_SHARED = "qkv", "gate_up", "experts_gate_up", "shared_gate_up"
 _HEADS_OF_LATENTS = ("latents", "latent_up", "query_up")  # latents themselves are whole everywhere, as are their pages
-# Rows by heads: of layers with states, and of attention with gates, where each head has its query before its gate.
-_EVEN = ("delta_in", "delta_qkvz", "delta_ba", "decay_rate", "decay_bias", "query_gate")
+# Rows by heads: of layers with states, of attention with gates, where each head has its query before its gate, and of attention whose
+# heads are projected group by group.
+_EVEN = ("delta_in", "delta_qkvz", "delta_ba", "decay_rate", "decay_bias", "query_gate", "out_groups")
 _KEYS_AND_VALUES = "key_value"
 _TOKENS = ("embedding", "head")
 _COLUMNS = ("out", "down", "experts_down", "shared_down")
@@ -37,15 +39,6 @@ def refuse_unshardable(model: ModelConfig, size: int, *, name: str = "this model
     if size == 1:
         return
     experts = model.experts
-    foreign = {
-        "compressed rows": model.compressed is not None,
-    }
-    if named := [feature for feature, is_there in foreign.items() if is_there]:
-        raise ConfigError(
-            f"--tp is {size}, but {name} has {', '.join(named)}: groups compute decoders of grouped-query or latent attention and MLPs "
-            "or experts. Leave --tp out; --replicas takes more devices.",
-            param="tp",
-        )
     if not _divides(model, size):
         allowed = [1, *(each for each in range(2, model.num_heads + 1) if _divides(model, each))]
         inner = str(
@@ -54,17 +47,21 @@ def refuse_unshardable(model: ModelConfig, size: int, *, name: str = "this model
         if (unit := max(*_units(model), _expert_unit(model))) > 1:
             inner = f"{inner}, in groups of {unit}"
         states = "" if model.delta is None else f", {model.delta.num_key_heads} of keys of states"
+        groups = "" if model.compressed is None else f" in {model.compressed.num_groups} groups"
         raise ConfigError(
-            f"--tp is {size}, but {name} has {model.num_heads} heads, {model.num_kv_heads} of keys and values{states}, and MLPs of width "
+            f"--tp is {size}, but {name} has {model.num_heads} heads{groups}, {model.num_kv_heads} of keys and values{states}, and MLPs of width "
             f"{inner}. Use one of {', '.join(map(str, allowed))}.",
             param="tp",
         )
 
 
 def _expert_unit(model: ModelConfig) -> int:
-    """Returns the inner elements of an expert that share a scale, where it may stay packed; 1 where none do."""
-    spec = None if model.quantization is None or model.experts is None else model.quantization.experts
-    return max(1, *spec.group) if spec is not None and spec.kind in ("e4m3", "e2m1") else 1
+    """Returns the inner elements of an expert, or of the shared one, that share a scale, where it may stay packed; 1 where none do."""
+    if model.quantization is None or model.experts is None or model.quantization.experts is None:
+        return 1
+    specs = packed_specs(model.experts, model.quantization, model.hidden_size).values()
+    packed = (spec for spec in (model.quantization.experts, *specs) if spec.kind in ("e4m3", "e2m1"))
+    return max([1, *(max(spec.group) for spec in packed)])
 
 
 def _units(model: ModelConfig) -> tuple[int, int]:
@@ -81,12 +78,14 @@ def _divides(model: ModelConfig, size: int) -> bool:
         return False
     if experts is not None and (experts.intermediate_size % (size * _expert_unit(model)) or experts.shared_size % size):
         return False
-    by_rows, by_columns = [], [heads // size * (model.head_dim if model.latent is None else model.latent.value_dim)]
+    if model.compressed is not None and model.compressed.num_groups % size:
+        return False
+    by_rows, by_columns = [], [_out_columns(model) // size]
     if model.delta is not None:
         by_columns.append(model.delta.value_size // size)
         if model.delta.num_key_heads % size:
             return False
-    elif model.latent is None:
+    elif model.latent is None and model.compressed is None:
         by_rows += [by_columns[0], max(1, keys // size) * model.head_dim]
     if experts is None or experts.num_layers(model.num_layers) < model.num_layers:
         by_rows.append(model.intermediate_size // size)
@@ -94,6 +93,13 @@ def _divides(model: ModelConfig, size: int) -> bool:
     has_units = not any(each % rows for each in by_rows) and not any(each % columns for each in by_columns)
     last, _ = Shard(size - 1, size).tokens(model.vocab_size)
     return has_units and last < model.vocab_size
+
+
+def _out_columns(model: ModelConfig) -> int:
+    """Returns the elements of a token that a layer's last projection of attention takes."""
+    if model.compressed is not None:
+        return model.compressed.num_groups * model.compressed.out_rank
+    return model.num_heads * (model.head_dim if model.latent is None else model.latent.value_dim)
 
 
 def local_config(model: ModelConfig, shard: Shard) -> ModelConfig:
@@ -108,9 +114,13 @@ def local_config(model: ModelConfig, shard: Shard) -> ModelConfig:
     if delta is not None:
         sizes = {name: getattr(delta, name) // shard.size for name in ("num_key_heads", "num_value_heads")}
         delta = msgspec.structs.replace(delta, **sizes)
+    compressed = model.compressed
+    if compressed is not None:
+        compressed = msgspec.structs.replace(compressed, num_groups=compressed.num_groups // shard.size)
     return msgspec.structs.replace(
         model,
         delta=delta,
+        compressed=compressed,
         num_heads=model.num_heads // shard.size,
         num_kv_heads=max(1, model.num_kv_heads // shard.size),
         intermediate_size=model.intermediate_size // shard.size,
@@ -163,9 +173,9 @@ def _cut(name: str, index: int, piece: TensorSource, model: ModelConfig, shard: 
     if model.delta is not None and (name == "delta_conv" or (name == "delta_in" and index == 0)):
         keys = model.delta.num_key_heads * model.delta.key_dim
         return _sections(0, shard, keys, keys, model.delta.value_size)
-    if name in _HEADS_OF_LATENTS and model.latent is not None:
-        if name == "latents" and (index or model.latent.query_rank is not None):
-            return None
+    if name in _HEADS_OF_LATENTS:
+        if index or (name == "latents" and model.latent is not None and model.latent.query_rank is not None):
+            return None  # behind queries lie latents, or the queries of an index
         return Cut(0, *shard.part(piece.shape[0]))
     if name in _EVEN or rows in (_INNER, _INNER_OF_EXPERTS, _INNER_OF_SHARED):
         return Cut(0, *shard.part(piece.shape[0]))

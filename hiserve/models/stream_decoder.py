@@ -92,6 +92,7 @@ class StreamDecoder:
         max_len: Tokens of the longest request.
         aux_layers: The number of layers, if the streams behind the last layer are returned as hidden states.
         ops: Of the device of the parameters; shared with draft heads.
+        exchange: Of a rank of a group, whose share ``config`` and ``parameters`` are; None holds all.
     """
 
     def __init__(
@@ -101,16 +102,22 @@ class StreamDecoder:
         max_len: int,
         aux_layers: tuple[int, ...],
         ops: Ops,
+        exchange: Exchange | None = None,
     ) -> None:
         compressed = config.compressed
         assert compressed is not None and set(aux_layers) <= {config.num_layers}, (config.architecture, aux_layers)
-        self.embedding = Embedding(parameters.pop("embedding"))  # of tokens; shared with draft heads
+        first = 0 if exchange is None else exchange.shard.tokens(config.vocab_size)[0]
+        self.embedding = Embedding(
+            parameters.pop("embedding"), None, exchange, first
+        )  # of tokens; shared with draft heads
         self.sinks = ()
-        self.exchange: Exchange | None = None  # it runs alone
+        self.exchange = exchange
         self.ops = ops
         self._compressed = compressed
         self._rotary = Rotary(config, max_len, self.embedding.weight)
-        self._layers = [make_stream_layer(config, parameters, layer, ops) for layer in range(config.num_layers)]
+        self._layers = [
+            make_stream_layer(config, parameters, layer, ops, exchange) for layer in range(config.num_layers)
+        ]
         self._join = make_mix(parameters, "head_mix", compressed.streams, config.norm_eps)
         self._norm = RMSNorm(parameters.pop("norm"), config.norm_eps, ops)
         self.head = Linear(
@@ -126,8 +133,11 @@ class StreamDecoder:
     def exchanges(
         self, num_tokens: int, num_logits: int, *, wants_hidden_states: bool, num_padded: int = 0
     ) -> list[Exchanged]:
-        """Returns nothing: it runs alone."""
-        return []
+        """Returns what a rank exchanges in a forward, as ``Decoder.exchanges``."""
+        size, dtype = self.embedding.weight.shape[1], self.embedding.weight.dtype
+        num_last = num_tokens if self._has_aux and wants_hidden_states else num_logits
+        whole, last = (Exchanged("sum", rows, size, dtype) for rows in (max(num_tokens, num_padded), num_last))
+        return [whole] * (2 * len(self._layers)) + [last]
 
     def new_hidden_states(self, num_tokens: int) -> None:
         """Returns None: ``finish`` makes them, of the streams behind the last layer."""
@@ -206,12 +216,15 @@ class Rotary:
         return turns
 
 
-def make_stream_layer(config: ModelConfig, parameters: dict[str, Tensor], index: int, ops: Ops) -> StreamLayer:
-    """Removes the parameters of one layer, counted from 0, from a decoder's, and makes the layer."""
+def make_stream_layer(
+    config: ModelConfig, parameters: dict[str, Tensor], index: int, ops: Ops, exchange: Exchange | None
+) -> StreamLayer:
+    """Removes the parameters of one layer, counted from 0, from a decoder's, and makes the layer; ``exchange`` as for ``StreamDecoder``."""
     ours, compressed, experts = f"layers.{index}.", config.compressed, config.experts
     assert compressed is not None and experts is not None and isinstance(experts.routing, RootRouting), config
     attn_mix, mlp_mix = (
-        make_mix(parameters, ours + name, compressed.streams, config.norm_eps) for name in ("attn_mix", "mlp_mix")
+        make_mix(parameters, ours + name, compressed.streams, config.norm_eps, exchange)
+        for name in ("attn_mix", "mlp_mix")
     )
     input_norm, mlp_norm = (
         RMSNorm(parameters.pop(ours + name), config.norm_eps, ops) for name in ("input_norm", "mlp_norm")

@@ -44,12 +44,14 @@ class StreamHead:
             Linear(parameters.pop(name), ops) for name in ("embedding_join", "state_join")
         )
         self._rotary = Rotary(model, max_len, target.embedding.weight)
-        self._layer = make_stream_layer(model, parameters, 0, ops)
+        self._layer = make_stream_layer(model, parameters, 0, ops, target.exchange)
         self._join = make_mix(parameters, "head_mix", model.compressed.streams, model.norm_eps)
 
     def exchanges(self, num_tokens: int, num_logits: int) -> list[Exchanged]:
-        """Returns nothing: it runs alone."""
-        return []
+        """As ``DraftHead.exchanges``: of the embedding, and of attention and experts where logits are wanted."""
+        size, dtype = self._embedding.weight.shape[1], self._embedding.weight.dtype
+        whole, wanted = (Exchanged("sum", rows, size, dtype) for rows in (num_tokens, num_logits))
+        return [whole, whole, wanted] if num_logits else [whole]
 
     def fuse(self, aux_states: Tensor) -> Tensor:
         """Returns its argument: it takes the streams as they are."""

@@ -7,6 +7,7 @@ from typing import NamedTuple
 
 from torch import Tensor
 
+from hiserve.distributed.exchange import Exchange
 from hiserve.kernels.compressed_ops import CompressedOps, compressed_ops_for
 from hiserve.kernels.streams_reference import MixWeights
 from hiserve.models.compressed_config import StreamsConfig
@@ -30,12 +31,14 @@ class Mix:
         config: Number of streams, and constants of their matrix.
         norm_eps: Of the norm of all streams.
         ops: Of its device.
+        exchange: Of a rank that computes a part of each block's output; None computes them whole.
     """
 
     weights: MixWeights
     config: StreamsConfig
     norm_eps: float
     ops: CompressedOps
+    exchange: Exchange | None = None
 
     def split(self, streams: Tensor) -> Mixed:
         """Mixes the streams before a block."""
@@ -46,15 +49,15 @@ class Mix:
         return Mixed(streams, *found)
 
     def merge(self, mixed: Mixed, out: Tensor) -> Tensor:
-        """Returns the streams behind a block, from its output."""
-        return self.ops.merge_streams(mixed.streams, out, mixed.post, mixed.matrix)
+        """Returns the streams behind a block, from its output, which may be overwritten."""
+        return self.ops.merge_streams(mixed.streams, self._whole(out), mixed.post, mixed.matrix)
 
     def pass_on(self, mixed: Mixed, out: Tensor) -> Mixed:
-        """Mixes the streams behind a block, which another one mixed before it."""
+        """Mixes the streams behind a block, which another one mixed before it; its output may be overwritten."""
         config, weights = self.config, self.weights
         found = self.ops.pass_streams(
             mixed.streams,
-            out,
+            self._whole(out),
             mixed.post,
             mixed.matrix,
             weights,
@@ -68,8 +71,17 @@ class Mix:
         """Joins the streams behind the last layer, ``[T, hidden_size]``; its weights are those of the input alone."""
         return self.ops.join_streams(streams, self.weights, eps=self.config.eps, norm_eps=self.norm_eps)
 
+    def _whole(self, out: Tensor) -> Tensor:
+        return out if self.exchange is None else self.exchange.sum(out)
 
-def make_mix(parameters: dict[str, Tensor], name: str, config: StreamsConfig, norm_eps: float) -> Mix:
-    """Removes the parameters of a mix from a decoder's, and makes it."""
+
+def make_mix(
+    parameters: dict[str, Tensor],
+    name: str,
+    config: StreamsConfig,
+    norm_eps: float,
+    exchange: Exchange | None = None,
+) -> Mix:
+    """Removes the parameters of a mix from a decoder's, and makes it; ``exchange`` as for ``Mix``."""
     weights = MixWeights(*(parameters.pop(name + end) for end in ("", "_base", "_scale")))
-    return Mix(weights, config, norm_eps, compressed_ops_for(weights.weight.device))
+    return Mix(weights, config, norm_eps, compressed_ops_for(weights.weight.device), exchange)

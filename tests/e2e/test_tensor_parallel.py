@@ -41,14 +41,18 @@ from tests.helpers.cache_paths import (
     device_hits,
     failed_loads,
     host_hits,
+    lack_pages,
     pairwise,
     pool,
     preemption,
 )
+from tests.helpers.compressed_models import HEAVY, SPARSE, WINDOW, add_stream_head, save_compressed
+from tests.helpers.compressed_oracle import prompts_of
 from tests.helpers.dialogues import trained
+from tests.helpers.drafted import Drafted
 from tests.helpers.latent_models import save_with_mtp
 from tests.helpers.models import save_family
-from tests.helpers.packed_models import pack_gpt_oss
+from tests.helpers.packed_models import pack_gpt_oss, save_released
 from tests.helpers.rank_threads import rank_threads
 from tests.helpers.segment_name import segment_name
 from tests.helpers.small_model import small_model
@@ -267,6 +271,53 @@ def test_a_group_has_the_tokens_of_one_with_states(family: str, size: int, tmp_p
         assert sum(each.cached.host for each in again) > 0
         found.append([(each.outputs[0].token_ids, each.outputs[0].drafts) for each in (*first, *again)])
     assert found[0] == found[1]
+
+
+COMPRESSED: dict[str, Any] = {
+    "num_hidden_layers": 3,
+    "layer_types": [SPARSE, WINDOW, HEAVY],
+    "mlp_layer_types": ["hash_moe", "moe", "moe"],
+    "num_attention_heads": 8,
+    "o_groups": 4,
+}
+
+
+@pytest.mark.parametrize(
+    ("is_packed", "depth", "size"), some([*product((False,), (0, 1), (2, 4)), (True, 0, 2)], (False, 1, 2))
+)
+def test_a_group_has_the_tokens_of_one_with_compressed_rows(
+    is_packed: bool, depth: int, size: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Of DeepSeek-V4: rows, rings and the index are whole on each rank, and an MTP head has the same drafts. Rows are preempted, and resume from the host.
+
+    As released, dense matrices are in FP8, and experts stay packed in 4 bits as on a GPU.
+    """
+    if is_packed:
+        save_released(tmp_path, **COMPRESSED, o_lora_rank=128, moe_intermediate_size=128 * size)
+        monkeypatch.setattr(expert_weights, "unpacks_in_tiles", lambda device, dtype: True)
+    else:
+        save_compressed(tmp_path, **COMPRESSED)
+    add_stream_head(tmp_path)
+    base, *others = prompts_of(40, 3, 20, 9)
+    prompts = [base[:length] + other for length, other in zip((37, 40, 32), others, strict=True)]
+    sampling = [SamplingParams(temperature=i % 2, seed=i, max_tokens=8, ignore_eos=True) for i in range(3)]
+    options: dict[str, Any] = {"model": str(tmp_path), "page_size": 16, "kv_pages": 14, "max_model_len": 96}
+    options |= {"host_cache_gib": 0.01, "tail_share": 0.6, "spec": "mtp", "spec_steps": 2, "overlap": depth}
+    found, drafts = [], []
+    for ranks in (1, size):
+        with rank_threads():
+            subject = Drafted(**options, tp=ranks)
+            with subject.llm as llm:
+                lack_pages(llm)
+                first = llm.generate(prompts, sampling)
+                leave_device(llm)
+                again = llm.generate(prompts, sampling)
+                assert engine_of(llm).stats().preemptions > 0 and sum(each.cached.host for each in again) > 0
+        found.append([each.outputs[0].token_ids for each in (*first, *again)])
+        drafts.append({tuple(each.known): each.tokens for step in subject.drafts for each in step.values()})
+    assert found[0] == found[1]
+    common = drafts[0].keys() & drafts[1].keys()  # when a row is preempted tells behind which tokens it has drafts
+    assert len(common) > 15 and all(drafts[0][known] == drafts[1][known] for known in common)
 
 
 def test_a_group_finds_what_a_group_of_its_size_has_stored(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

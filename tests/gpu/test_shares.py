@@ -20,7 +20,7 @@ from hiserve.models.weights import load_parameters
 from tests.helpers.block_scaled import quantize
 from tests.helpers.latent_models import save_latent
 from tests.helpers.models import save_family
-from tests.helpers.packed_models import pack_gpt_oss
+from tests.helpers.packed_models import pack_gpt_oss, save_released
 
 pytestmark = pytest.mark.gpu
 CPU, DEVICE = torch.device("cpu"), torch.device("cuda")
@@ -43,11 +43,16 @@ def save_states(folder: Path) -> None:
     save_family("qwen3_5_moe_text", folder)
 
 
+def save_streams(folder: Path) -> None:
+    """DeepSeek-V4 as released, whose ranks have a block of the shared expert and four groups of each other one."""
+    save_released(folder, o_lora_rank=128, moe_intermediate_size=256)
+
+
 def load(folder: Path, shard: Shard, device: torch.device) -> dict[str, Any]:
     return load_parameters(folder, read_model_config(folder), torch.bfloat16, device, "auto", shard)
 
 
-@pytest.mark.parametrize("save", [save_eights, save_fours, save_states])
+@pytest.mark.parametrize("save", [save_eights, save_fours, save_states, save_streams])
 def test_a_gpu_reads_the_share_that_a_cpu_reads(
     save: Callable[[Path], None], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

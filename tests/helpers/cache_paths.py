@@ -266,13 +266,13 @@ def preemption(work: Work, folder: Path, page_size: int, **settings: object) -> 
     num_tokens = max(map(len, work.prompts)) + max(sampling.max_tokens or 0 for sampling in work.sampling) + 16
     options = SETTINGS | pool(page_size, 2 * num_tokens) | {"host_cache_gib": 0} | settings
     with LLM(**options) as llm:
-        _lack_pages(llm)
+        lack_pages(llm)
         ask(llm, work)
         assert engine_of(llm).stats().preemptions > 0
         check_whole(llm)
 
 
-def _lack_pages(llm: LLM) -> None:
+def lack_pages(llm: LLM) -> None:
     """Takes the latest row's pages before every sixth step of rows."""
     planner: Any = engine_of(llm)._planner
     plan_running, turns = planner._plan_running, count(1)

@@ -91,7 +91,8 @@ def add_stream_head(folder: Path) -> DeepseekV4ForCausalLM:
     torch.manual_seed(5)
     one = {"num_hidden_layers": 1, "layer_types": [WINDOW], "mlp_layer_types": ["moe"]}
     config = json.loads((folder / "config.json").read_text())
-    kept = {name: config[name] for name in ("hc_mult", "sliding_window", "swiglu_limit")}
+    sizes = ("num_attention_heads", "o_groups", "o_lora_rank", "moe_intermediate_size")
+    kept = {name: config[name] for name in ("hc_mult", "sliding_window", "swiglu_limit", *sizes)}
     model = DeepseekV4ForCausalLM(DeepseekV4Config(**SHAPE | kept | one))
     randomise(model)
     model.save_pretrained(folder / "head")

@@ -24,6 +24,7 @@ from hiserve.models.shard_weights import cut_quantized
 from hiserve.models.shards import local_config, refuse_unshardable
 from hiserve.models.weights import load_head_parameters, load_parameters
 from tests.helpers.block_scaled import quantize as quantize_by_blocks
+from tests.helpers.compressed_models import HEAVY, SPARSE, save_compressed
 from tests.helpers.latent_models import save_latent
 from tests.helpers.models import save_family, save_llama
 from tests.helpers.packed_models import pack_gpt_oss
@@ -142,6 +143,23 @@ def test_heads_of_latents_are_shared_out(tmp_path: Path, query_rank: int | None,
         assert torch.equal(share["layers.1.router"], whole["layers.1.router"])
 
 
+@pytest.mark.parametrize("load_format", ["auto", "dummy"])
+def test_heads_that_share_one_row_are_shared_out_by_groups(tmp_path: Path, load_format: str) -> None:
+    """Of 4 heads of 32 elements in 2 groups of outputs of 16; queries of the index, which lie behind these, are whole, and so are streams."""
+    save_compressed(tmp_path, num_hidden_layers=2, layer_types=[SPARSE, HEAVY], mlp_layer_types=["hash_moe", "moe"])
+    whole, shares = whole_and_shares(tmp_path, load_format, 2)
+    for rank, share in enumerate(shares):
+        for layer, of_index in ((0, [256]), (1, [])):
+            queries, *rest = sections(whole[f"layers.{layer}.query_up"], 128, *of_index)
+            assert torch.equal(share[f"layers.{layer}.query_up"], torch.cat((queries.chunk(2)[rank], *rest)))
+        for name in ("sinks", "out_groups"):
+            assert torch.equal(share["layers.0." + name], whole["layers.0." + name].chunk(2)[rank])
+        assert torch.equal(share["layers.0.out"], whole["layers.0.out"].chunk(2, 1)[rank])
+        for name in ("into", "attn_mix", "mlp_mix_base", "index_position_bias", "expert_table", "router"):
+            assert torch.equal(share["layers.0." + name], whole["layers.0." + name])
+        assert torch.equal(share["layers.1.shared_down"], whole["layers.1.shared_down"].chunk(2, 1)[rank])
+
+
 def test_heads_of_latents_in_8_bits_may_end_within_a_block(tmp_path: Path) -> None:
     """They are spelled out: the second rank's begin at row 160 of queries, and at 272 of keys and values, whose blocks have 128."""
     save_latent(
@@ -212,17 +230,16 @@ def test_a_file_that_was_cut_short_is_reported_for_columns_too(tmp_path: Path) -
         load_parameters(tmp_path, config, torch.float32, CPU, "auto", Shard(1, 2))
 
 
-@pytest.mark.parametrize("family", ["llama", "deepseek_v3", "qwen3_5_moe_text"])
+@pytest.mark.parametrize("family", ["llama", "deepseek_v3", "deepseek_v4", "qwen3_5_moe_text"])
 def test_facts_of_a_share_are_those_of_its_parameters(tmp_path: Path, family: str) -> None:
-    """Pages hold a rank's keys and values, or whole latents."""
-    {"llama": save_llama, "deepseek_v3": partial(save_latent, family)}.get(family, partial(save_family, family))(
-        tmp_path
-    )
+    """Pages hold a rank's keys and values, or whole latents and rows."""
+    saves = {"llama": save_llama, "deepseek_v3": partial(save_latent, family), "deepseek_v4": save_compressed}
+    saves.get(family, partial(save_family, family))(tmp_path)
     config = read_model_config(tmp_path)
     facts = model_facts(make_options(tp=2, spec="off"), tmp_path, config)
     first = load_parameters(tmp_path, config, torch.float32, CPU, "auto", Shard(0, 2))
     assert facts.num_params == sum(each.numel() for each in first.values())
-    assert facts.slot_elements == config.slot_elements // (1 if family == "deepseek_v3" else 2)
+    assert facts.slot_elements == config.slot_elements // (1 if family.startswith("deepseek") else 2)
 
 
 @pytest.mark.parametrize(
@@ -231,10 +248,14 @@ def test_facts_of_a_share_are_those_of_its_parameters(tmp_path: Path, family: st
         ("gpt-oss-20b-mxfp4", 4, "MLPs of width 2880 and 2880, in groups of 32. Use one of 1, 2."),
         ("v3-like", 3, "128 heads"),
         ("qwen3.5-35b-a3b", 3, "16 of keys of states"),
-        ("v4-flash-like", 2, "compressed rows"),
+        (
+            "v4-flash-like",
+            16,
+            "64 heads in 8 groups, 1 of keys and values, and MLPs of width 2048 and 2048. Use one of 1, 2, 4, 8.",
+        ),
         ("llama-8b", 3, "Use one of 1, 2, 4, 8, 16, 32."),
         ("llama-8b", 64, "32 heads"),
-        ("v4-flash-like-fp4", 2, "compressed rows"),
+        ("v4-flash-like-fp4", 3, "in groups of 128. Use one of 1, 2, 4, 8."),
     ],
 )
 def test_what_a_group_cannot_compute_is_refused_by_name(shape: str, size: int, fact: str) -> None:
@@ -253,6 +274,11 @@ def test_no_rank_has_a_part_of_a_block_or_of_a_column_of_the_shared_expert() -> 
         refuse_unshardable(model, 8)  # each has a key head of 64 elements
     with pytest.raises(ConfigError, match=r"Use one of 1\."):
         refuse_unshardable(msgspec.structs.replace(model, intermediate_size=14400), 2)
+    model = shape_config("v4-flash-like-fp4")
+    assert model.experts is not None
+    experts = msgspec.structs.replace(model.experts, intermediate_size=512, shared_size=512)
+    with pytest.raises(ConfigError, match=r"in groups of 128\. Use one of 1, 2, 4\."):
+        refuse_unshardable(msgspec.structs.replace(model, experts=experts), 8)  # the shared expert is in 8 bits
     model = shape_config("v3-like")
     assert model.experts is not None
     experts = msgspec.structs.replace(model.experts, shared_size=2044)
@@ -268,9 +294,17 @@ def test_no_rank_has_a_part_of_a_block_or_of_a_column_of_the_shared_expert() -> 
 
 @pytest.mark.parametrize(
     ("shape", "size"),
-    [("gpt-oss-20b", 4), ("gpt-oss-20b-mxfp4", 2), ("gemma-3-27b", 8), ("v3-like", 8), ("qwen3.5-35b-a3b", 4)],
+    [
+        ("gpt-oss-20b", 4),
+        ("gpt-oss-20b-mxfp4", 2),
+        ("gemma-3-27b", 8),
+        ("v3-like", 8),
+        ("qwen3.5-35b-a3b", 4),
+        ("v4-flash-like", 8),
+        ("v4-flash-like-fp4", 8),
+    ],
 )
-def test_models_with_windows_latents_or_states_are_computed_by_groups(shape: str, size: int) -> None:
+def test_models_with_windows_latents_states_or_compressed_rows_are_computed_by_groups(shape: str, size: int) -> None:
     refuse_unshardable(shape_config(shape), size)
 
 
