@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 import os
 import signal
@@ -76,6 +77,29 @@ def test_a_fork_is_as_a_process(program: str, code: int, out: str, err: str, tmp
     assert done.returncode == code
     assert done.stdout == (f"{out} {os.getcwd()} 2\n" if "argv" in program else out)
     assert err in done.stderr and bool(err) == bool(done.stderr)
+
+
+def test_a_fork_of_the_test_itself_ends_as_its_program_does() -> None:
+    program = (
+        "import os, sys\nprint(sorted(os.environ), __name__)\nprint('why', file=sys.stderr)\nassert 'A' in os.environ"
+    )
+    done = forks.run_here(program, {"A": "1"})
+    assert (done.returncode, done.stdout, done.stderr) == (0, "['A'] __main__\n", "why\n")
+    done = forks.run_here(program, {"B": "1"})
+    assert (done.returncode, done.stdout) == (1, "['B'] __main__\n")
+    assert done.stderr.startswith("why\nTraceback") and done.stderr.endswith("AssertionError\n")
+
+
+async def test_a_program_that_stands_for_one_of_a_soak_has_its_variable_and_its_files(tmp_path: Path) -> None:
+    program = "import os, sys; print(os.environ['A'], flush=True); print('why', file=sys.stderr); input()"
+    with (tmp_path / "log").open("wb") as log, forks.forked_programs():
+        child = await asyncio.create_subprocess_exec(
+            "env", "A=1=2", *PYTHON, program, stdout=asyncio.subprocess.PIPE, stderr=log
+        )
+    assert child.stdout is not None
+    assert await child.stdout.readline() == b"1=2\n"
+    assert await child.wait() == child.returncode == 1
+    assert (tmp_path / "log").read_text().startswith("why\nTraceback")
 
 
 def test_a_fork_can_be_asked_and_told() -> None:

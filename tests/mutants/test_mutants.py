@@ -73,6 +73,7 @@ def made(before: str, after: str, scope: str = "share", which: int | None = None
         (made("pages", "True", "Table.give", 1), "assert pages,", "assert (True),"),
         (made("assert pages, 'no pages'", "pass", "Table.give"), 'assert pages, "no pages"', "pass"),
         (made("len(pages)", "0", "Table.num_free.count"), "len(pages)", "(0)"),
+        (made("property", "cached_property", "Table.num_free"), "@property", "@(cached_property)"),
         (made("3", "4", ""), "LIMIT = 3", "LIMIT = (4)"),
     ],
 )  # fmt: skip

@@ -109,6 +109,7 @@ def test_absorbed_queries_of_large_models(compiled: Compiled, name: str, packs: 
     heads, rank, rope_dim = (shape[each] for each in ("num_attention_heads", "kv_lora_rank", "qk_rope_head_dim"))
     attend_latents(heads, rank, rope_dim, num_parts=3, dtype=BF16, packs=packs)
     assert compiled.names() == ABSORBED
+    assert max(compiled.shared_bytes["latent_decode._attend"]) > 64 * 1024  # or nothing would be too much
 
 
 def test_absorbed_queries_of_chosen_rows(compiled: Compiled) -> None:

@@ -106,8 +106,8 @@ push_sum.push_sum(x, view)
 assert torch.equal(x, (mine[:1].float() + later[:1].float()).half())
 
 # A sum that waits for a rank that has ended ends as soon as this rank is told.
-threading.Timer(0.3, view.is_ended.fill_, (1,)).start()
 assert not view.is_ended.any()
+threading.Timer(0.3, view.is_ended.fill_, (1,)).start()
 push_sum.push_sum(x, view)
 assert view.is_ended.all()
 """
