@@ -290,7 +290,7 @@ def test_a_group_has_the_tokens_of_one_with_compressed_rows(
 ) -> None:
     """Of DeepSeek-V4: rows, rings and the index are whole on each rank, and an MTP head has the same drafts. Rows are preempted, and resume from the host.
 
-    As released, dense matrices are in FP8, and experts stay packed in 4 bits as on a GPU.
+    As released, rows and dense matrices are in FP8, and experts stay packed in 4 bits as on a GPU.
     """
     if is_packed:
         save_released(tmp_path, **COMPRESSED, o_lora_rank=128, moe_intermediate_size=128 * size)
@@ -303,6 +303,7 @@ def test_a_group_has_the_tokens_of_one_with_compressed_rows(
     sampling = [SamplingParams(temperature=i % 2, seed=i, max_tokens=8, ignore_eos=True) for i in range(3)]
     options: dict[str, Any] = {"model": str(tmp_path), "page_size": 16, "kv_pages": 14, "max_model_len": 96}
     options |= {"host_cache_gib": 0.01, "tail_share": 0.6, "spec": "mtp", "spec_steps": 2, "overlap": depth}
+    options |= {"kv_dtype": "fp8"} if is_packed else {}
     found, drafts = [], []
     for ranks in (1, size):
         with rank_threads():

@@ -5,6 +5,7 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable
 from itertools import product
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -18,6 +19,7 @@ from hiserve.engine.executor import Executor
 from hiserve.engine.oom_recovery import StepBackoff
 from hiserve.engine.rank import Follower
 from tests.helpers.cache_paths import SMALL_MODEL, pool
+from tests.helpers.compressed_models import add_stream_head, save_compressed
 from tests.helpers.dialogues import trained
 from tests.helpers.rank_threads import rank_threads
 from tests.helpers.recorded import RecordedGraph
@@ -100,12 +102,34 @@ def test_memory_that_runs_out_anywhere_on_a_rank_costs_one_step(
     who: int, step: int, tokens: str, stride: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Step 1 computes the prompt and drafts, step 2 verifies them. Nobody waits for an exchange, and the tokens stay the same."""
-    sampling = FREE if tokens == "free" else BOUND
+    check_shortages(GROUP, who, step, FREE if tokens == "free" else BOUND, stride, monkeypatch)
+
+
+@pytest.mark.wide
+@pytest.mark.parametrize(("who", "step"), [*product((0, 1), (1, 2))])
+def test_memory_that_runs_out_between_sums_of_streams_costs_one_step(
+    who: int, step: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Of DeepSeek-V4 and its MTP head, whose exchanges are others."""
+    add_stream_head(save_compressed(tmp_path, vocab_size=4096))
+    group = GROUP | {"model": str(tmp_path), "spec": "mtp"}
+    check_shortages(group, who, step, FREE, 3 * FEW, monkeypatch)
+
+
+def check_shortages(
+    group: dict[str, Any],
+    who: int,
+    step: int,
+    sampling: SamplingParams,
+    stride: int,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Memory runs out once in each of several replies, ``stride`` operations later each time, until a step has no more."""
     monkeypatch.setattr(StepBackoff, "shrink", lambda *_, **__: True)  # all steps have their sizes
-    with LLM(**GROUP | {"tp": 1}) as llm:
+    with LLM(**group | {"tp": 1}) as llm:
         expected = llm.generate([PROMPT], [sampling])[0].outputs[0].token_ids
     num_failed, has_failed = 0, True
-    with rank_threads(), LLM(**GROUP | {"disable_prefix_cache": True}) as llm:
+    with rank_threads(), LLM(**group | {"disable_prefix_cache": True}) as llm:
         while has_failed:
             with pytest.MonkeyPatch.context() as patch:
                 shortage = Shortage(patch, who, step, stride * num_failed)
