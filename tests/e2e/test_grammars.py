@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from itertools import cycle
 from pathlib import Path
 from typing import Any
 
@@ -182,12 +183,11 @@ def plain() -> list[tuple[list[int], str | None]]:
 
 
 def requests() -> list[tuple[str, SamplingParams]]:
-    """Each grammar, drawn in two ways of three, which take turns; some without one."""
+    """Each grammar, drawn in one way of three, which take turns; some without one."""
     hard = {"min_tokens": 30, "ignore_eos": True}  # neither may hold the end of a grammar back
     asked = [
-        (TEXTS[index % 2], msgspec.structs.replace(sampling, grammar=grammar, **(hard if index % 2 else {})))
-        for index, grammar in enumerate(GRAMMARS.values())
-        for sampling in [ASKED[("greedy", "free", "filtered")[(index + turn) % 3]] for turn in range(2)]
+        (TEXTS[index % 2], msgspec.structs.replace(ASKED[how], grammar=grammar, **(hard if index % 2 else {})))
+        for index, (grammar, how) in enumerate(zip(GRAMMARS.values(), cycle(("greedy", "free", "filtered"))))
     ]
     return asked + [(text, ASKED[how]) for text in TEXTS for how in ("greedy", "free")]
 

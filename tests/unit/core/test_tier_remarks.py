@@ -64,7 +64,13 @@ def test_a_store_without_room_for_a_page_is_named() -> None:
 def test_the_start_and_the_doctor_say_so(
     tmp_path: Path, caplog: pytest.LogCaptureFixture, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    settings: dict[str, Any] = {"kv_pages": 200, "max_model_len": 256, "host_cache_gib": 0.1, "store_gib": 0.001}
+    settings: dict[str, Any] = {
+        "kv_pages": 200,
+        "max_model_len": 256,
+        "host_cache_gib": 0.1,
+        "store_gib": 0.001,
+        "spec": "off",
+    }
     with caplog.at_level(logging.WARNING, "hiserve"):
         LLM(in_process=True, store=f"file:{tmp_path}", log_level="warning", **settings).close()
     assert "the store helps only after a restart" in caplog.text
