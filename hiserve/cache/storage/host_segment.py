@@ -39,13 +39,13 @@ def probe_segments(options: Options, machine: Machine, directory: Path = SHARED_
 
 
 def remarks_on_parts(options: Options, directory: Path = SHARED_MEMORY) -> list[str]:
-    """Returns a line if groups of other sizes have left parts under ``--host-cache-name`` that no process has open.
+    """Returns a line if groups of other sizes have left parts under ``--host-cache-name`` that no process has open and this version can read.
 
     They are not removed: the next group of their size may adopt what is in them.
     """
     own = _names(options)
     parts = [each for name in own for each in parts_of_groups(name, directory)]
-    left = {each.name: each.num_bytes for each in parts if each.name not in own and not each.is_used}
+    left = {each.name: each.num_bytes for each in parts if each.name not in own and not (each.is_used or each.trouble)}
     if not left:
         return []
     sizes = ", ".join(f"{name} ({num_bytes / GIB:.3g} GiB)" for name, num_bytes in left.items())

@@ -31,11 +31,23 @@ class Leftover:
     trouble: str = ""  # reason why it could not be read; empty if it was
 
 
-def named_caches(directory: Path = SHARED_MEMORY) -> list[Leftover]:
-    """Returns the named host caches of this user, by name."""
+def named_caches(directory: Path = SHARED_MEMORY, names: str = ".*") -> list[Leftover]:
+    """Returns the named host caches of this user, by name.
+
+    Args:
+        directory: Of shared memory.
+        names: A regular expression of their names. Others are not touched: a look at whether a cache is used locks it for a moment, in
+            which its server cannot start.
+    """
     found: list[Leftover] = []
     for path in sorted(directory.glob(f"{_PREFIX}*")):
-        name, status = path.name.removeprefix(_PREFIX), path.lstat()
+        name = path.name.removeprefix(_PREFIX)
+        if not re.fullmatch(names, name):
+            continue
+        try:
+            status = path.lstat()
+        except FileNotFoundError:  # a server has just removed it
+            continue
         if status.st_uid != os.geteuid():
             continue
         num_bytes, trouble, layout = status.st_blocks * 512, "", None
@@ -68,8 +80,7 @@ def store_in(directory: Path) -> Leftover:
 
 def parts_of_groups(name: str, directory: Path = SHARED_MEMORY) -> list[Leftover]:
     """Returns what the ranks above 0 of groups of any size (``--tp``) left beside the host cache of a name, which is rank 0's."""
-    of_rank = re.compile(rf"{re.escape(name)}-\d+-of-\d+")
-    return [each for each in named_caches(directory) if of_rank.fullmatch(each.name)]
+    return named_caches(directory, rf"{re.escape(name)}-\d+-of-\d+")
 
 
 def delete_named_cache(name: str, directory: Path = SHARED_MEMORY) -> int:

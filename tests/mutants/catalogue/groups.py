@@ -1,7 +1,7 @@
 """Groups of ranks: shares, exchanges, orders."""
 
 from hiserve import layers
-from hiserve.cache.storage import host_segment, shard_store
+from hiserve.cache.storage import host_segment, inventory, shard_store
 from hiserve.distributed import collectives, peer_memory, shard
 from hiserve.engine import executor, host_adoption, joined_acks, rank, ranks, step_exchanges
 from hiserve.kernels import push_sum, share_draw, step_reference
@@ -15,7 +15,7 @@ from tests.unit.kernels import test_draw, test_push_sum
 from tests.unit.models import test_expert_weights, test_shards
 from tests.unit.runners import test_graph
 from tests.unit.sampling import test_logit_shares
-from tests.unit.storage import test_shard_store
+from tests.unit.storage import test_host_segment, test_shard_store
 
 with layers.Embedding._of_all, test_tensor_parallel.test_a_group_has_the_tokens_of_one["preemption-eagle3-auto-1-2"]:
     "S1: each rank adds a vector for the tokens of others"
@@ -275,3 +275,7 @@ with peer_memory.map_memory, test_peer_memory.test_what_one_rank_cannot_map_no_r
     "S22: some ranks write into memory, while others sum by NCCL"
     any(failures)
     failure
+with inventory.named_caches, test_host_segment.test_parts_of_groups_of_another_size_are_told_with_their_sizes:
+    "a start locks each named host cache of its user for a moment"
+    re.fullmatch(names, name)
+    True

@@ -38,6 +38,14 @@ with chosen_prompts._split, test_chosen_prompts.test_rows_whose_keys_find_no_roo
     "all rows of a step are expanded at once, whatever memory their prefixes take"
     size > room
     False
+with chosen_prompts._split, test_chosen_prompts.test_rows_whose_keys_find_no_room_at_once_are_in_turns:
+    "the first row of a turn takes no room"
+    size = int(beside[row])
+    size = 0
+with chosen_prompts.plan_prompts, test_chosen_prompts.test_beginnings_of_prompts_are_expanded_while_there_is_room_for_the_keys_before_them:
+    "rows that decode are expanded, though their lengths are bounds"
+    counts[: inputs.num_decode] = 0
+    pass
 with chosen_prompts._group, test_chosen_prompts.test_beginnings_of_prompts_are_expanded_while_there_is_room_for_the_keys_before_them:
     "keys that pad a row lie behind it, where nobody may have written"
     np.minimum(position, np.repeat(last, sizes))

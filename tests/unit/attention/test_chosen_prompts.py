@@ -64,14 +64,19 @@ def test_beginnings_of_prompts_are_expanded_while_there_is_room_for_the_keys_bef
     assert torch.equal(slots[:4], case.inputs.slots[2:6])
     assert torch.equal(slots[4:16], case.inputs.slots[torch.tensor([*range(6, 17), 16])])
     assert torch.equal(slots[22:32], case.inputs.slots[torch.tensor([*range(17, 26), 25])])
+    # Rows that decode, whose lengths the host has bounds of, are absorbed, however few tokens repay their keys.
+    plan = plan_prompts(case._shape, chosen_reference, case.inputs, least=1)
+    assert plan is not None and plan.tokens is not None and int(plan.tokens.min()) == 2
 
 
 def test_rows_whose_keys_find_no_room_at_once_are_in_turns() -> None:
-    case = LatentCase(shape_of(False), ((4, 8), (7, 5), (1, 6)), num_decode=0)
+    # Beside new ones there are 4, 7, 2 and 3 keys, those that pad a row among them.
+    case = LatentCase(shape_of(False), ((4, 8), (7, 5), (1, 6), (0, 5)), num_decode=0)
     plan = plan_prompts(case._shape, chosen_reference, case.inputs, least=4)
     assert plan is not None and plan.tokens is None and plan.others is None
-    assert [len(group.rows.columns) for group in plan._groups] == [1, 2]
-    assert [group.rows.columns[0].tolist() for group in plan._groups] == [[0, 8, 0, 0, 4], [8, 5, 8, 0, 7]]
+    assert [len(group.rows.columns) for group in plan._groups] == [1, 2, 1]
+    columns = [group.rows.columns[0].tolist() for group in plan._groups]
+    assert columns == [[0, 8, 0, 0, 4], [8, 5, 8, 0, 7], [19, 5, 19, 0, 0]]
     assert plan_prompts(case._shape, chosen_reference, case.inputs, least=9) is None
 
 

@@ -9,6 +9,7 @@ import msgspec
 import pytest
 from msgspec.structs import replace
 
+from hiserve.cache.storage import inventory
 from hiserve.cache.storage.cache_identity import server_secret
 from hiserve.cache.storage.host_segment import layout_of, probe_segments, remarks_on_parts
 from hiserve.cache.storage.host_segment import open_segment as open_identified
@@ -129,7 +130,9 @@ def test_a_name_has_one_owner(tmp_path: Path) -> None:
     segment.close()
 
 
-def test_parts_of_groups_of_another_size_are_told_with_their_sizes(tmp_path: Path) -> None:
+def test_parts_of_groups_of_another_size_are_told_with_their_sizes(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     assert remarks_on_parts(config(), tmp_path) == remarks_on_parts(config(host_cache_name="n"), tmp_path) == []
     for name in ("n", "n-1-of-2", "n-1-of-3", "n-2-of-3", "n-1", "other-1-of-2"):
         Segment.named(name, make_layout(), tmp_path).close()
@@ -139,3 +142,14 @@ def test_parts_of_groups_of_another_size_are_told_with_their_sizes(tmp_path: Pat
     (line,) = remarks_on_parts(config(host_cache_name="n"), tmp_path)
     assert line.endswith("hiserve cache delete n-1-of-2 n-1-of-3")
     used.close()
+    (tmp_path / "hiserve-n-1-of-4").write_text("something else")
+    tried: list[str] = []
+    monkeypatch.setattr(inventory, "_is_locked", lambda path: tried.append(path.name))
+    assert "n-1-of-4" not in remarks_on_parts(config(host_cache_name="n"), tmp_path)[0]
+    # The server of another cache may start at this moment: it finds its lock free.
+    assert tried == ["hiserve-n-1-of-2", "hiserve-n-1-of-3", "hiserve-n-2-of-3"]
+
+
+def test_a_part_that_is_removed_while_it_is_looked_at_is_none(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(Path, "glob", lambda folder, _: [folder / "hiserve-n-1-of-2"])
+    assert remarks_on_parts(config(host_cache_name="n"), tmp_path) == []
