@@ -9,6 +9,7 @@ import pytest
 
 from hiserve import cli
 from hiserve.cache.storage.file_store import MARKER, FileStore
+from hiserve.cache.storage.inventory import delete_named_cache
 from hiserve.cache.storage.segment import Segment
 from hiserve.commands import cache
 from hiserve.config.options import make_options
@@ -69,15 +70,20 @@ def test_a_host_cache_is_deleted_with_its_secret(directory: Path) -> None:
 
 def test_the_ranks_of_a_group_are_deleted_together_or_not_at_all(directory: Path) -> None:
     before = sorted(path.name for path in directory.iterdir())
-    for name in ("mine-1-of-2", "mine-2-of-4", "mine-1"):  # the last one is of no rank
+    others = ["hiserve-mine-1", "hiserve-mine-1-of-2-old", "hiserve-mint-1-of-2"]  # of no rank, or of another group
+    for name in ("mine-1-of-2", "mine-2-of-4", *(each.removeprefix("hiserve-") for each in others)):
         Segment.named(name, make_layout(), directory).close()
     used = Segment.named("mine-2-of-4", make_layout(), directory)
     with pytest.raises(ResourceError, match="a server uses the host cache 'mine-2-of-4'"):
         run(directory, "delete", "mine")
-    assert len(list(directory.iterdir())) == len(before) + 3
+    assert len(list(directory.iterdir())) == len(before) + 5
     used.close()
-    run(directory, "delete", "mine")
-    assert sorted(path.name for path in directory.iterdir()) == ["hiserve-mine-1", "hiserve-odd", "others"]
+    size = sum((directory / f"hiserve-mine{end}").stat().st_blocks for end in ("", "-1-of-2", "-2-of-4")) * 512
+    assert delete_named_cache("mine", directory) == size > 0
+    assert sorted(path.name for path in directory.iterdir()) == sorted([*others, "hiserve-odd", "others"])
+    Segment.named("min.", make_layout(), directory).close()
+    run(directory, "delete", "min.")  # a name, and no expression
+    assert (directory / "hiserve-mint-1-of-2").exists()
     Segment.named("mine-1-of-2", make_layout(), directory).close()
     run(directory, "delete", "mine")  # of which others are left
     assert not (directory / "hiserve-mine-1-of-2").exists()

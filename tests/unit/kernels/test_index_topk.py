@@ -51,6 +51,12 @@ check(q, weights, keys, 200)  # more than there are
 tokens = STEP.paged(WIDTH, 16, 1, None, torch.float32)  # a key of each token
 tokens.pool.copy_(tokens.pool.mul(1.5).round())
 check(q, weights, tokens, 12)
+# Of two tokens one program computes the scores: one sees as many rows as are chosen, or one more. Another token is left alone.
+STEP = Step(cached=(0, 63), new=(4, 3))
+some = STEP.paged(WIDTH, 16, 1, None, torch.float32)
+some.pool.copy_(some.pool.mul(1.5).round())
+for most in (2, 3):
+    check(q[:7], weights[:7], some, most)
 none = dataclasses.replace(keys, most=0, positions=torch.zeros_like(keys.positions))
 check(q, weights, none, 7)  # nobody sees a row
 # A bound of the rows, and the workspace, change nothing.
