@@ -62,6 +62,14 @@ with index_topk._score, test_index_topk.test_exactly_the_best_rows_and_of_equal_
     "kernel: two tokens of different rows share the keys of the first"
     tl.where(tl.load(token_rows + last) == row, last, token)
     last
+with index_topk._score, test_index_topk.test_exactly_the_best_rows_and_of_equal_ones_the_first:
+    "kernel: of two tokens' rows those are scored that the first one sees"
+    tl.maximum(tl.load(positions + token), tl.load(positions + last))
+    tl.load(positions + token)
+with index_topk._choose, test_index_topk.test_exactly_the_best_rows_and_of_equal_ones_the_first:
+    "kernel: more rows than are chosen by one are all chosen"
+    tl.sum(is_row.to(tl.int32), 0) > most
+    tl.sum(is_row.to(tl.int32), 0) > most + 1
 with index_topk._choose, test_index_topk.test_exactly_the_best_rows_and_of_equal_ones_the_first:
     "kernel: bits name all rows that are better or equal"
     tl.reshape(is_chosen.to(tl.int64), [CHUNK // _WORD, _WORD])
