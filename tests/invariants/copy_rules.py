@@ -126,8 +126,10 @@ def take_uploads(world: World, random: Random) -> None:
         places = [by_digest[each] for each in begun.run.digests]
         assert places == parts(places[-1])[-len(places) :] and digest(above(places[0])) == begun.run.parent
         assert begun.run.key == b"".join(place[1][-1] for place in places)
-        assert set(places) <= model.awaited and not model.awaited & set(parts(above(places[0])))
+        first = (model.awaited - model.begun) & set(parts(above(places[0])))  # of others the store has had a copy before
+        assert set(places) <= model.awaited and not first
         model.awaited -= set(places)
+        model.begun |= set(places)
         end = tier_checks.place_of(world.cache, world.cache.ops[begun.op].lock.node)  # it may hold more than it reads
         assert places[-1] in parts(end)
         if is_upload:
@@ -310,7 +312,8 @@ def restart(world: World, random: Random) -> None:
     if is_recorded:
         # Other pages were given up while an upload read them, though the host may have had them again since.
         adopted = zip(places, (page for run in runs for page in run.pages.tolist()), strict=True)
-        known = {place for place, page in adopted if place and old.host.get(place) == page}
+        same = {place for place, page in adopted if place and old.host.get(place) == page}
+        known = {place for place in same if same >= set(parts(place))}
         assert {place: each for place, each in world.model.until.items() if place in known} == {
             place: each for place, each in old.until.items() if place in known
         }
