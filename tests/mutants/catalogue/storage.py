@@ -5,6 +5,8 @@ from hiserve.cache.storage import (
     cache_identity,
     file_store,
     host,
+    host_segment,
+    inventory,
     page_tags,
     prefault,
     records,
@@ -19,12 +21,14 @@ from hiserve.core import machine
 from hiserve.engine import build
 from tests.e2e import test_cache_identity, test_canary, test_equality_matrix
 from tests.invariants import test_reported_bugs_namespaces
+from tests.unit.commands import test_cache_command
 from tests.unit.engine import test_build_host
 from tests.unit.models import test_cache_digests
 from tests.unit.storage import (
     test_file_store,
     test_file_store_damage,
     test_host_pool,
+    test_host_segment,
     test_open_store,
     test_prefault,
     test_records,
@@ -172,3 +176,11 @@ with valkey_store.ValkeyStore._use, test_valkey_store.test_the_start_of_a_prefix
     "S17: servers evict the start of a prefix before its end"
     keys[::-1]
     keys
+with inventory.delete_named_cache, test_cache_command.test_the_ranks_of_a_group_are_deleted_together_or_not_at_all:
+    "the parts of other ranks stay when a host cache is deleted"
+    parts_of_groups(name, directory)
+    []
+with host_segment.remarks_on_parts, test_host_segment.test_parts_of_groups_of_another_size_are_told_with_their_sizes:
+    "parts that a process has open are named as left behind"
+    each.name not in own and not each.is_used
+    each.name not in own
