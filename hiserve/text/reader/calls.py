@@ -108,6 +108,8 @@ class CallReader:
         fence = self._row.fence[0].strip()
         at = yield from self._buffer.past(0)
         at += len((yield from self._buffer.starts(at, fence)))
+        if self._buffer.is_cut_short:
+            at = len(self._buffer.text)
         self._buffer.drop((yield from self._buffer.past(at)))
         if (yield from self._json()):
             yield from self._end(0)
@@ -136,6 +138,9 @@ class CallReader:
                 end = (yield from self._value_end(at)) if key else -1
                 if end < 0 and self._has_arguments:  # what follows is no part of the call, or the call is cut
                     yield from self._end(len(self._buffer.text) * self._buffer.is_cut_short)
+                    return True
+                if end < 0 and self._buffer.is_cut_short:  # the call is cut before its arguments
+                    self._buffer.drop(len(self._buffer.text))
                     return True
                 is_well, at = end >= 0, end
         yield from self._rest()

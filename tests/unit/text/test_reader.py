@@ -367,7 +367,9 @@ def test_a_call_whose_closing_mark_is_missing_ends_with_the_reply_alone(finish: 
 
 
 @pytest.mark.parametrize(("name", "by_token"), in_turn([*NAMES, "harmony"], [False, True]))
-def test_a_call_that_is_cut_anywhere_after_its_name_leaves_no_content(name: str, by_token: bool) -> None:
+def test_a_call_that_is_cut_anywhere_after_its_name_has_what_came_of_its_arguments_and_leaves_no_content(
+    name: str, by_token: bool
+) -> None:
     given = {"text": 'say "hi"', "number": 5, "more": {"a": ["x"]}}
     message = {"role": "assistant", "content": "", "tool_calls": [{"function": {"name": "look", "arguments": given}}]}
     template, user = template_of(name), {"role": "user", "content": "Hi"}
@@ -376,6 +378,7 @@ def test_a_call_that_is_cut_anywhere_after_its_name_leaves_no_content(name: str,
     start = ReplyStart(TOOLS, is_thinking=text.startswith(("</think>", "\n</think>")))
     ids = tokenizer_of(name, by_token=by_token).encode(text, add_special_tokens=False).tolist()
     num_called = 0
+    ((_, _, arguments),) = called(read(reader(name, by_token=by_token, start=start), ids, [], STOP)[0]).values()
     for size in range(1, len(ids)):
         made = [reader(name, by_token=by_token, start=start) for _ in range(2)]
         events, _, _ = read(made[0], ids[:size], [], LENGTH)
@@ -384,6 +387,9 @@ def test_a_call_that_is_cut_anywhere_after_its_name_leaves_no_content(name: str,
         kinds = [event.kind for event in events]
         if Kind.CALL in kinds:
             num_called += 1
+            ((_, _, begun),) = called(events).values()
+            # A text between marks may end with what turns out to be the begin of a mark, or with a line that is not of it.
+            assert BY_NAME[name].arguments == "tagged" or arguments.startswith(begun), begun
             assert Kind.CONTENT not in kinds[kinds.index(Kind.CALL) :], tokenizer_of(name, by_token=by_token).decode(
                 ids[:size]
             )
