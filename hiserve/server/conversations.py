@@ -111,6 +111,7 @@ async def begin_reply(
         output=partial(front.abilities.output, chat, prompt),
         locate=partial(front.encoder.place, chat, context.namespace, prompt),
         remember=partial(front.encoder.remember, context.namespace, chat),
+        keeps_tokens=chat_request.limits.max_tokens != 0,
     )
     if front.encoder.hides_tools(chat):
         front.metrics.hidden_tools.inc()

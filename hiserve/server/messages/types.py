@@ -170,9 +170,9 @@ class MessagesFields(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class MessagesOptions(GrammarFields, frozen=True, kw_only=True):
-    """A message, without the fields of its prompt."""
+    """A message, without the fields of its prompt. ``max_tokens`` 0 fills the cache with the prompt, and shows no reply."""
 
-    max_tokens: Annotated[int, Meta(ge=1, le=MAX_INT32)]
+    max_tokens: Annotated[int, Meta(ge=0, le=MAX_INT32)]
     stop_sequences: Annotated[list[StopText], Meta(max_length=LENGTHS["stop"])] | None = None
     stream: bool | None = None
     return_token_ids: bool | None = None
@@ -205,7 +205,12 @@ class MessagesOptions(GrammarFields, frozen=True, kw_only=True):
         given = [self.stop] if isinstance(self.stop, str) else self.stop or []
         fields = msgspec.structs.replace(self, stop=[*given, *(self.stop_sequences or ())])
         return fields.params(
-            model, max_tokens=self.max_tokens, min_tokens=None, seed=self.seed, logprobs=None, prompt_logprobs=None
+            model,
+            max_tokens=max(1, self.max_tokens),
+            min_tokens=None,
+            seed=self.seed,
+            logprobs=None,
+            prompt_logprobs=None,
         )
 
 

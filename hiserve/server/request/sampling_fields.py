@@ -122,7 +122,7 @@ class Limits(NamedTuple):
     """The requested length, and the names of its fields.
 
     Attributes:
-        max_tokens: Tokens to generate at most; None if omitted.
+        max_tokens: Tokens to generate at most; None if omitted. With 0 one is generated, and not shown.
         default: Tokens if ``max_tokens`` is None; None: up to the context limit.
         max_field: ``param`` of errors about ``max_tokens``.
         min_field: The same for ``min_tokens``.
@@ -154,7 +154,7 @@ def fit_context(sampling: SamplingParams, limits: Limits, num_prompt: int, max_m
     if room < 1:
         raise ContextLengthError.of(f"{num_prompt} tokens", max_model_len, limits.prompt_field)
     if limits.is_cut and limits.max_tokens is not None:
-        return msgspec.structs.replace(sampling, max_tokens=min(limits.max_tokens, room))
+        return msgspec.structs.replace(sampling, max_tokens=min(max(1, limits.max_tokens), room))
     for field, wanted in ((limits.max_field, limits.max_tokens or 0), (limits.min_field, sampling.min_tokens)):
         if wanted > room:
             name = field.rpartition(".")[2]

@@ -152,7 +152,11 @@ class ResponseRoutes:
         return json_response(InputTokens(await count_tokens(self._front, request, chat, fields.thinking, "input")))
 
     async def get(self, request: Request) -> Response:
-        """Returns a stored response."""
+        """Returns a stored response; OpenAI, too, streams again only those that were made in the background."""
+        if request.query_params.get("stream", "false").lower() not in ("false", "0"):
+            raise RequestError(
+                "a stored response is not streamed again; leave stream out to get it whole.", param="stream"
+            )
         stored = await self._stored(request, lambda store, caller, name: store.get(caller, name))
         return Response(stored.reply, media_type="application/json")
 

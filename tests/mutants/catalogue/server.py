@@ -2,7 +2,7 @@
 
 from hiserve.commands import serve
 from hiserve.core import request
-from hiserve.server import engine_handle, routes
+from hiserve.server import conversations, engine_handle, routes
 from hiserve.server.http import auth, connection, streaming, tracing
 from hiserve.server.management import admin, debug
 from hiserve.server.messages import format as messages_format
@@ -282,3 +282,7 @@ with routes.FrontEnd.draw_seed, test_resumption.test_requests_of_two_callers_wit
     "INV 91: a caller who knows another's request id draws its seed"
     tag_of(request)
     request.state.request_id
+with conversations.begin_reply, test_messages.test_no_tokens_fill_the_cache_and_are_an_empty_message:
+    "a message of no tokens shows the one that was generated"
+    chat_request.limits.max_tokens != 0
+    True

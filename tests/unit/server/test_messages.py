@@ -222,6 +222,17 @@ async def test_a_length_beyond_the_context_is_cut_to_it() -> None:
         assert server.engine.seen[1].sampling.max_tokens == 5
 
 
+async def test_no_tokens_fill_the_cache_and_are_an_empty_message() -> None:
+    async with serving("Yes.") as server, client_of(server) as client:
+        asked: Any = {"model": "tiny", "max_tokens": 0, "messages": [USER], "tools": [LOOK]}
+        whole = await client.messages.create(**asked)
+        async with client.messages.stream(**asked) as stream:
+            streamed = await stream.get_final_message()
+        for message in (whole, streamed):
+            assert (message.content, message.stop_reason, message.usage.output_tokens) == ([], "max_tokens", 0)
+        assert [seen.sampling.max_tokens for seen in server.engine.seen] == [1, 1]
+
+
 @pytest.mark.parametrize("is_stream", [False, True])
 @pytest.mark.parametrize("size", [4100, 9000])
 async def test_clients_read_the_numbers_of_a_prompt_that_is_too_long(size: int, is_stream: bool) -> None:

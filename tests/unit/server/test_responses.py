@@ -9,6 +9,7 @@ import sqlite3
 from pathlib import Path
 from typing import Any
 
+import openai
 import pydantic
 import pytest
 
@@ -587,6 +588,9 @@ async def test_stored_responses_are_read_continued_and_deleted() -> None:
         first = await client.responses.create(model="tiny", input="One", instructions="Be short.")
         second = await client.responses.create(model="tiny", input="Two", previous_response_id=first.id)
         assert (await client.responses.retrieve(first.id)).to_dict() == first.to_dict()
+        assert (await server.get(f"/v1/responses/{first.id}?stream=false")).status == 200
+        with pytest.raises(openai.BadRequestError, match="not streamed again"):
+            await client.responses.retrieve(first.id, stream=True)
         shown = await client.responses.input_items.list(second.id, order="asc")
         texts = [item.content[0].text for item in shown.data]  # type: ignore[union-attr]
         newest = await client.responses.input_items.list(second.id, limit=1)
