@@ -126,10 +126,9 @@ def take_uploads(world: World, random: Random) -> None:
         places = [by_digest[each] for each in begun.run.digests]
         assert places == parts(places[-1])[-len(places) :] and digest(above(places[0])) == begun.run.parent
         assert begun.run.key == b"".join(place[1][-1] for place in places)
-        is_new = model.awaited - model.begun  # others were uploaded before
-        assert set(places) <= model.awaited and not is_new & set(parts(above(places[0])))
+        # Pages before one that does not wait were uploaded before, or came from the store or a former process.
+        assert set(places) <= model.awaited and above(places[0]) not in model.awaited
         model.awaited -= set(places)
-        model.begun |= set(places)
         end = tier_checks.place_of(world.cache, world.cache.ops[begun.op].lock.node)  # it may hold more than it reads
         assert places[-1] in parts(end)
         if is_upload:

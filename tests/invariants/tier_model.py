@@ -52,7 +52,6 @@ class TierModel:
         wanted: Places that were used more than once.
         given_up: Places whose store failed or found no room; nobody promises another.
         awaited: Places that a store beyond the host is to have; nothing is said of them where there is none.
-        begun: Of them, also former ones, those whose upload has begun at some time.
         num_reserved: Host pages left for staged uploads.
         num_awaited_lost: Of those, pages that left before.
     """
@@ -76,7 +75,6 @@ class TierModel:
         self.wanted: set[Place] = set()
         self.given_up: set[Place] = set()
         self.awaited: set[Place] = set()
-        self.begun: set[Place] = set()
         self.num_reserved = 0
         self.num_awaited_lost = 0
         self._clock = 0
