@@ -47,6 +47,7 @@ from hiserve.kernels.routing import ExpertGroups
 from hiserve.kernels.step_ops import FreeDraws, TokenMasks
 from hiserve.kernels.streams_reference import MixWeights
 from hiserve.models.builtin_shapes import SHAPES
+from tests.helpers import compiled as compiled_kernels
 from tests.helpers.attention import Case
 from tests.helpers.chosen_case import ChosenCase
 from tests.helpers.compiled import Compiled, launched_kernels
@@ -574,6 +575,19 @@ def test_kernels_of_a_kind_compile(
     run, kernels = runs[name]
     run()
     assert compiled.names() == kernels
+
+
+@pytest.mark.wide
+@pytest.mark.parametrize("name", ["chosen prompts", "extend"])
+def test_passes_that_are_left_out_take_no_shared_memory(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    found = []
+    for left_out in (compiled_kernels.HARMLESS, {}):
+        with monkeypatch.context() as patch:
+            patch.setattr(compiled_kernels, "HARMLESS", left_out)
+            kernels = Compiled(patch, {})
+            RUNS[name][0]()
+            found.append(kernels.shared_bytes)
+    assert found[0] == found[1]
 
 
 # The least rows, those of the middle and of the tallest tiles, and a token alone.
