@@ -30,7 +30,7 @@ RANGES: dict[str, tuple[float, float]] = {
     "repetition_penalty": (0.0, 100.0),
     "presence_penalty": (-2.0, 2.0),
     "frequency_penalty": (-2.0, 2.0),
-    "seed": (0, MAX_SEED),
+    "seed": (-MAX_SEED - 1, MAX_SEED),
     "n": (1, MAX_CHOICES),
     "max_tokens": (1, MAX_INT32),
     "min_tokens": (0, MAX_INT32),
@@ -163,7 +163,9 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
     presence_penalty: float = 0.0  # subtracted from the logit of every token in the output. Range -2 to 2.
     frequency_penalty: float = 0.0  # subtracted once for each time a token stands in the output. Range -2 to 2.
     logit_bias: dict[int, float] | None = None  # added to the logits of these token ids, -100 to 100; at most 1,024
-    seed: int | None = None  # fixes the random numbers. None draws a seed when the request is accepted.
+    seed: int | None = (
+        None  # fixes the random numbers. Range -2**63 to 2**63 - 1. None draws a seed when the request is accepted.
+    )
     n: int = 1  # choices to generate for one prompt, 1 to 64. Each has random numbers of its own.
     max_tokens: int | None = None  # tokens to generate at most; None means up to the context limit
     min_tokens: int = 0  # end and stop tokens cannot be chosen before this many; stop texts do not count before
@@ -210,10 +212,11 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
             )
 
     def seeded(self) -> SamplingParams:
-        """Returns the same with a seed, drawn evenly from 0 to ``MAX_SEED`` where there is none."""
-        if self.seed is not None:
+        """Returns the same with a seed from 0 to ``MAX_SEED``: the lower 63 bits of its own, or drawn evenly where there is none."""
+        if self.seed is not None and self.seed >= 0:
             return self
-        return msgspec.structs.replace(self, seed=secrets.randbelow(MAX_SEED + 1))
+        seed = secrets.randbelow(MAX_SEED + 1) if self.seed is None else self.seed & MAX_SEED
+        return msgspec.structs.replace(self, seed=seed)
 
     def check_vocabulary(self, vocab_size: int) -> None:
         """Checks that all token ids are below ``vocab_size``.

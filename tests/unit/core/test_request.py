@@ -22,7 +22,7 @@ INFINITY, NAN = float("inf"), float("nan")
         *(("top_p", value) for value in (0.0, -0.5, 1.01, NAN)),
         *(("top_k", value) for value in (-2, 2**31)),
         *(("max_tokens", value) for value in (0, -1, 2**31)),
-        *(("seed", value) for value in (-1, 2**63)),
+        *(("seed", value) for value in (-(2**63) - 1, 2**63)),
     ],
 )
 def test_a_value_out_of_range_is_refused_by_name(name: str, value: Any) -> None:
@@ -43,6 +43,7 @@ def test_a_value_out_of_range_is_refused_by_name(name: str, value: Any) -> None:
         {"top_k": 2**31 - 1},
         {"max_tokens": 1},
         {"max_tokens": 2**31 - 1},
+        {"seed": -(2**63)},
         {"seed": 0},
         {"seed": MAX_SEED},
     ],
@@ -123,3 +124,9 @@ def test_scores_are_packed_word_for_word() -> None:
         np.testing.assert_array_equal(found.logprobs, scores.logprobs)
         np.testing.assert_array_equal(found.top_tokens, scores.top_tokens[:, :num_top])
         np.testing.assert_array_equal(found.top_logprobs, scores.top_logprobs[:, :num_top])
+
+
+def test_a_negative_seed_is_one_of_the_engines() -> None:
+    """OpenAI's seeds have 64 bits with a sign, random numbers here 63."""
+    seeds = [SamplingParams(seed=seed).seeded().seed for seed in (-1, -2, -(2**63), 5)]
+    assert seeds == [MAX_SEED, MAX_SEED - 1, 0, 5]

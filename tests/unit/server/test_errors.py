@@ -69,7 +69,7 @@ BAD_FIELDS: list[tuple[dict[str, Any], str]] = [
     ({"top_k": 1.5}, "top_k"),
     ({"top_k": 10**30}, "top_k"),
     ({"top_k": False}, "top_k"),
-    ({"seed": -1}, "seed"),
+    ({"seed": -(2**63) - 1}, "seed"),
     ({"seed": 2**63}, "seed"),
     ({"seed": 10**4000}, "seed"),
     ({"n": -(10**4000)}, "n"),

@@ -267,7 +267,7 @@ BAD: list[tuple[dict[str, Any], str]] = [
     ({"text": "a", "sampling_params": {"json_schema": "{}"}}, "sampling_params.json_schema"),
     ({"text": "a", "sampling_params": {"temperature": 200}}, "sampling_params.temperature"),
     ({"text": "a", "sampling_params": {"stop_token_ids": [-1]}}, "sampling_params.stop_token_ids"),
-    ({"text": "a", "sampling_params": {"sampling_seed": -1}}, "sampling_params.sampling_seed"),
+    ({"text": "a", "sampling_params": {"sampling_seed": -(2**63) - 1}}, "sampling_params.sampling_seed"),
     ({"text": "a", "sampling_params": {"min_new_tokens": 5, "max_new_tokens": 4}}, "sampling_params.min_new_tokens"),
     ({"text": ["a"] * 100, "sampling_params": {"n": 64}}, "sampling_params.n"),
     ({"text": "a", "rid": 5}, "rid"),
