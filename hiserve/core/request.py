@@ -163,9 +163,7 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
     presence_penalty: float = 0.0  # subtracted from the logit of every token in the output. Range -2 to 2.
     frequency_penalty: float = 0.0  # subtracted once for each time a token stands in the output. Range -2 to 2.
     logit_bias: dict[int, float] | None = None  # added to the logits of these token ids, -100 to 100; at most 1,024
-    seed: int | None = (
-        None  # fixes the random numbers. Range -2**63 to 2**63 - 1. None draws a seed when the request is accepted.
-    )
+    seed: int | None = None  # fixes the random numbers. Range -2**63 to 2**63 - 1. None draws one when accepted.
     n: int = 1  # choices to generate for one prompt, 1 to 64. Each has random numbers of its own.
     max_tokens: int | None = None  # tokens to generate at most; None means up to the context limit
     min_tokens: int = 0  # end and stop tokens cannot be chosen before this many; stop texts do not count before

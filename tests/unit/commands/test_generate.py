@@ -211,4 +211,4 @@ def test_no_torch_before_the_engine_starts() -> None:
 
 def test_wrong_sampling_flags_are_a_wrong_command_line() -> None:
     with pytest.raises(ConfigError, match="seed"):
-        generate.PromptBatch(FakeLLM(), {"seed": -1})
+        generate.PromptBatch(FakeLLM(), {"seed": 2**63})
