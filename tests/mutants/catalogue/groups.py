@@ -5,7 +5,7 @@ from hiserve.cache.storage import host_segment, inventory, shard_store
 from hiserve.distributed import collectives, peer_memory, shard
 from hiserve.engine import executor, host_adoption, joined_acks, rank, ranks, step_exchanges
 from hiserve.kernels import push_sum, share_draw, step_reference
-from hiserve.models import block_scales, decoder, draft_heads, names, shard_weights, shards, streams, weights
+from hiserve.models import block_scales, decoder, draft_heads, names, shard_weights, shards, stream_decoder, stream_head, streams, weights
 from hiserve.runners import dispatch, step_output
 from hiserve.sampling import logit_shares
 from tests.e2e import test_rank_processes, test_tensor_parallel
@@ -57,6 +57,14 @@ with streams.Mix._whole, test_tensor_parallel.test_a_group_has_the_tokens_of_one
     "S1: what a rank has of a block's output goes into its streams"
     self.exchange is None
     True
+with stream_decoder.StreamDecoder.exchanges, test_tensor_parallel.test_a_group_has_the_tokens_of_one_with_compressed_rows["False-1-2"]:
+    "S4: sums of all tokens are expected behind the last experts, where few logits are wanted"
+    num_tokens if self._has_aux and wants_hidden_states else num_logits
+    num_tokens
+with stream_head.StreamHead.exchanges, test_tensor_parallel.test_a_group_has_the_tokens_of_one_with_compressed_rows["False-1-2"]:
+    "S4: sums of a head's attention are expected, where only rows are stored"
+    [whole, whole, wanted] if num_logits else [whole]
+    [whole, whole, wanted]
 with shards._sections, test_shards.test_heads_of_states_are_shared_out["qwen3_5_text-fp8"]:
     "S1: each rank has its queries of states, and keys and values of the first rows"
     start + part[0]
