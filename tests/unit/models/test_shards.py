@@ -279,6 +279,10 @@ def test_no_rank_has_a_part_of_a_block_or_of_a_column_of_the_shared_expert() -> 
     experts = msgspec.structs.replace(model.experts, intermediate_size=512, shared_size=512)
     with pytest.raises(ConfigError, match=r"in groups of 128\. Use one of 1, 2, 4\."):
         refuse_unshardable(msgspec.structs.replace(model, experts=experts), 8)  # the shared expert is in 8 bits
+    assert model.compressed is not None
+    compressed = msgspec.structs.replace(model.compressed, out_rank=64)
+    with pytest.raises(ConfigError, match=r"Use one of 1, 2, 4\."):
+        refuse_unshardable(msgspec.structs.replace(model, compressed=compressed), 8)  # 64 columns of the last projection
     model = shape_config("v3-like")
     assert model.experts is not None
     experts = msgspec.structs.replace(model.experts, shared_size=2044)
