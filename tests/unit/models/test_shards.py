@@ -282,7 +282,7 @@ def test_no_rank_has_a_part_of_a_block_or_of_a_column_of_the_shared_expert() -> 
     assert model.compressed is not None
     compressed = msgspec.structs.replace(model.compressed, out_rank=64)
     with pytest.raises(ConfigError, match=r"Use one of 1, 2, 4\."):
-        refuse_unshardable(msgspec.structs.replace(model, compressed=compressed), 8)  # 64 columns of the last projection
+        refuse_unshardable(msgspec.structs.replace(model, compressed=compressed), 8)  # whose out has 64 columns
     model = shape_config("v3-like")
     assert model.experts is not None
     experts = msgspec.structs.replace(model.experts, shared_size=2044)
