@@ -142,10 +142,11 @@ class Collectives:
 
     def abort(self) -> None:
         # Connections of gloo end with the process at their other end; kernels wait for it.
-        if self._push is not None:
-            self._push.abort()
-        if self._device.type == "cuda" and self._group is not None:
-            self._group.abort()
+        push, group = self._push, self._group  # another thread may close them meanwhile
+        if push is not None:
+            push.abort()
+        if self._device.type == "cuda" and group is not None:
+            group.abort()
 
     def close(self) -> None:
         self._group = None

@@ -118,8 +118,12 @@ class CudaDriver:
     def allocate(self, num_bytes: int) -> int:
         address = ctypes.c_uint64()
         self._check("cuMemAlloc_v2", ctypes.byref(address), ctypes.c_size_t(num_bytes))
-        self._check("cuMemsetD8_v2", address, ctypes.c_ubyte(0), ctypes.c_size_t(num_bytes))
-        self._check("cuCtxSynchronize")
+        try:
+            self._check("cuMemsetD8_v2", address, ctypes.c_ubyte(0), ctypes.c_size_t(num_bytes))
+            self._check("cuCtxSynchronize")
+        except RuntimeError:
+            self.free(address.value)
+            raise
         return address.value
 
     def free(self, address: int) -> None:

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import ctypes
 import threading
+from collections.abc import Callable
 
 import pytest
 import torch.distributed as dist
 
-from hiserve.distributed.peer_memory import PeerMemory, map_memory
+from hiserve.distributed.peer_memory import CudaDriver, PeerMemory, map_memory
 from hiserve.distributed.shard import Shard
 
 SIZE, NUM_BYTES = 3, 1024
@@ -87,3 +89,18 @@ def test_what_one_rank_cannot_map_no_rank_has(refuses: str) -> None:
     assert made == set(ended) and len(made) == len(ended)
     first_freed = next(number for number, call in enumerate(ended) if "frees" in call)
     assert all("frees" in call for call in ended[first_freed:])
+
+
+@pytest.mark.parametrize("refused", ["cuMemAlloc_v2", "cuMemsetD8_v2", "cuCtxSynchronize"])
+def test_memory_that_is_not_cleared_is_freed(refused: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    made: list[str] = []
+
+    class Library:
+        def __getattr__(self, name: str) -> Callable[..., int]:
+            made.append(name)
+            return lambda *args: 2 * (name == refused)
+
+    monkeypatch.setattr(ctypes, "CDLL", lambda name: Library())
+    with pytest.raises(RuntimeError, match=f"{refused} answered 2"):
+        CudaDriver().allocate(NUM_BYTES)
+    assert made.count("cuMemFree_v2") == (refused != "cuMemAlloc_v2")
