@@ -96,8 +96,6 @@ def _push_kernel(  # type: ignore[no-untyped-def]
     is_column = column < NUM_WORDS * PER_WORD
     place = row.to(tl.int64) * (NUM_WORDS * PER_WORD) + column
     start_next(IS_EARLY)
-    if weight is not None:
-        weights = tl.load(weight + column, mask=is_column, other=0.0).to(tl.float32)
     await_previous(IS_EARLY)
     mine = tl.load(words + row.to(tl.int64) * NUM_WORDS + word, mask=is_word, other=0)
     count = tl.load(counts + row) + 1
@@ -109,8 +107,9 @@ def _push_kernel(  # type: ignore[no-untyped-def]
         theirs = tl.multiple_of(tl.load(addresses + rank).to(tl.pointer_type(tl.int64)), 16)
         theirs += ((parity * NUM_RANKS + RANK) * MAX_ROWS + row).to(tl.int64) * MAX_WORDS
         tl.store(theirs + word, message, mask=is_word, cache_modifier=".wt")
-    if residual is not None:
+    if residual is not None:  # while words are under way
         value = tl.load(residual + place, mask=is_column, other=0.0).to(tl.float32)
+        weights = tl.load(weight + column, mask=is_column, other=0.0).to(tl.float32)
     inbox = tl.multiple_of(tl.load(addresses + RANK).to(tl.pointer_type(tl.int64)), 16)
     total = tl.zeros([BLOCK * PER_WORD], tl.float32)
     for rank in tl.static_range(NUM_RANKS):

@@ -107,7 +107,7 @@ SAMPLING: dict[str, list[Any]] = {
 # Bad in both of OpenAI's endpoints.
 OPENAI: dict[str, list[Any]] = {
     **SAMPLING,
-    "seed": [-1, 2**63, HUGE, 1.5, "1", True, NAN],
+    "seed": [-(2**63) - 1, 2**63, HUGE, 1.5, "1", True, NAN],
     "max_tokens": [0, -1, 2**31, HUGE, 1.5, "5", True, NAN, []],
     "max_completion_tokens": [0, -5, 2**40, 1.5, "5"],
     "model": [5, ["hiserve-nano"], {}, LONE],
@@ -246,7 +246,7 @@ OF_MESSAGES: dict[str, list[Any]] = {
     "mcp_servers": [[{}], "x"],
     "compaction": [{}],
     "cache_salt": [5, LONE],
-    "max_tokens": [None, 0, -1, 2**31, HUGE, 1.5, "5", True, NAN],
+    "max_tokens": [None, -1, 2**31, HUGE, 1.5, "5", True, NAN],
     "resume_token_ids": [5, "x", [], [[5]], [-1], [VOCAB_SIZE], [5]],
     "stop_sequences": [5, "x", [5], [""], ["x"] * 17, [LONE]],
     "stream": [1, "true"],
