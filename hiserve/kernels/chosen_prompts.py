@@ -33,7 +33,7 @@ class Tile(NamedTuple):
     max_registers: int | None = None  # of a thread, so that two programs fit a multiprocessor
 
 
-_TILE = Tile(128, 32, 8, 3, 128)  # of twelve on an H200 four, this one too, took 6.6 to 6.7 ms, the others 7.2 to 8.8
+_TILE = Tile(128, 32, 8, 3, 128)  # one of the four fastest of twelve, by a run on an H200 whose record is not kept
 _MAX_ELEMENTS = 320  # of a key and a value in such a tile
 _LARGE_TILE = Tile(128, 64, 8, 2)  # of larger heads; chosen by registers alone
 _WIDE_TILE = Tile(16, 64, 4, 1)  # of float32, whose products take no tensor cores

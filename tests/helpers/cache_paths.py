@@ -136,13 +136,18 @@ def device_hits(work: Work, folder: Path, page_size: int = PAGE, **settings: Any
         check_whole(llm)
 
 
+def answer_from_host(llm: LLM, work: Work, later: Work, page_size: int) -> None:
+    """Answers ``work``, and behind it ``later``, of which all full pages are found and some come from the host."""
+    ask(llm, work)
+    leave_device(llm)
+    again = ask(llm, later)
+    assert sum(use.host for use in again) > 0
+    assert [use.num_tokens for use in again] == later.num_full(page_size)
+
+
 def host_hits(work: Work, folder: Path, page_size: int = PAGE, **settings: Any) -> None:
     with LLM(**SETTINGS | DRAFTS | pool(page_size) | HOST | settings) as llm:
-        ask(llm, work)
-        leave_device(llm)
-        again = ask(llm, work)
-        assert sum(use.host for use in again) > 0
-        assert [use.num_tokens for use in again] == work.num_full(page_size)
+        answer_from_host(llm, work, work, page_size)
         assert counts_of(llm).loads.num_fulfilled * page_size >= sum(work.num_full(page_size)) // 2
         check_whole(llm)
 
@@ -152,11 +157,7 @@ def resumed_replies(work: Work, folder: Path, page_size: int = PAGE, **settings:
     rest_of = work.from_first_page(page_size)
     assert len(rest_of.prompts) > 1
     with LLM(**SETTINGS | DRAFTS | pool(page_size) | HOST | settings) as llm:
-        ask(llm, work)
-        leave_device(llm)
-        again = ask(llm, rest_of)
-        assert sum(use.host for use in again) > 0
-        assert [use.num_tokens for use in again] == rest_of.num_full(page_size)
+        answer_from_host(llm, work, rest_of, page_size)
         check_whole(llm)
 
 
